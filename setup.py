@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent
 TORCH_ABI = "0x020b000000000000"  # the LibTorch Stable ABI of torch 2.11
 PYTHON_ABI = "0x030a0000"  # the limited API of Python 3.10
 CXX = os.environ.get("CXX", "c++").split()
+CXXFLAGS = os.environ.get("CXXFLAGS", "").split()
 # the tests build so, and warnings are mended; users have other compilers than we do
 STRICT = ["-Werror"] if os.environ.get("SEQPAR_STRICT") == "1" else []
 WARNINGS = ["-Wall", "-Wextra", *STRICT]
@@ -99,7 +100,7 @@ OPTIMISED = ["-O3", "-std=c++17", f"-I{ROOT / 'csrc'}"]
 def plain(folders: Sequence[str]) -> list[Job]:
     """C++ that needs nothing but a compiler."""
     x86 = platform.machine() in ("x86_64", "AMD64")
-    command = [*CXX, *OPTIMISED, "-fPIC", "-fvisibility=hidden", *WARNINGS]
+    command = [*CXX, *OPTIMISED, "-fPIC", "-fvisibility=hidden", *WARNINGS, *CXXFLAGS]
     paths = sorted(path for folder in folders for path in (ROOT / "csrc" / folder).glob("*.cpp"))
     return [(path, [*command, *(ISA.get(path.name, []) if x86 else [])]) for path in paths]
 
@@ -143,6 +144,7 @@ def fresh(target: Path, source: Path, command: list[str]) -> bool:
 
 def made(jobs: Sequence[Job], folder: Path) -> list[str]:
     """The object files of all jobs, compiled side by side where they are not fresh."""
+    folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         running = [pool.submit(compiled, *job, folder) for job in jobs]
         return [str(job.result()) for job in running]
@@ -180,8 +182,7 @@ class BuildExtension(build_ext):
 
     def _build(self, target: Path, nvcc: str | None) -> None:
         folder = Path(self.build_temp)
-        for path in (folder, target.parent):
-            path.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         jobs = [*bindings(nvcc), *plain(SUBJECTS), *(kernels(nvcc) if nvcc else [])]
         objects = made(jobs, folder)
         # no libtorch_cuda: what is linked with it does not load beside a torch without CUDA
@@ -205,15 +206,14 @@ class Sanitize(Command):
 
     def run(self) -> None:
         jobs = plain([*SUBJECTS, "test"])
+        # what this processor cannot run is linked and no more
+        idle = made([(path, [*command, "-O0"]) for path, command in jobs if not runs_here(path)], self.folder)
         for sanitizers in self.SANITIZERS:
             flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
             folder = self.folder / sanitizers
-            folder.mkdir(parents=True, exist_ok=True)
-            # what this processor cannot run is linked and no more
-            watched = [(path, [*command, *(flags if runs_here(path) else ["-O0"])]) for path, command in jobs]
-            objects = made(watched, folder)
+            watched = made([(path, [*command, *flags]) for path, command in jobs if runs_here(path)], folder)
             binary = folder / "test"
-            subprocess.run([*CXX, *flags, *objects, "-o", str(binary)], check=True)
+            subprocess.run([*CXX, *flags, *watched, *idle, "-o", str(binary)], check=True)
             subprocess.run([binary], check=True)
             print(f"{sanitizers}: clean")
 

@@ -102,6 +102,20 @@ def ends(values: Iterable[float], digits: int = 2) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def test_the_table_of_masks_is_its_record() -> None:
+    found = {(r["mask"], r["policy"]): r for r in record("masks.json")["rows"] if r["setting"] == "step"}
+    policies = ("ring", "dynamic groups", "dispatch", "bytes first", "seqpar")
+    table = rows((DOCS / "results.md").read_text(), "mask")
+    assert {row[0] for row in table} == {mask for mask, _ in found}
+    for mask, *cells in table:
+        ring = found[mask, "ring"]["seconds"]
+        for policy, cell in zip(policies, cells, strict=True):
+            at = found[mask, policy]
+            figures = [f"{at['over']:.2f}", f"{at['moved'] / 1e9:.2f} GB", f"{ring / at['seconds']:.2f}"]
+            assert re.sub(r" \(.*\)|\*", "", cell) == ", ".join(figures[: 3 - (policy == "ring")])
+        assert min(found[mask, policy]["over"] for policy in policies) == found[mask, "seqpar"]["over"]
+
+
 def of_attention(name: str, of_peak: bool = False) -> list[str]:
     """Beside torch, or beside the peak, for each dtype and direction."""
     by: dict[tuple[str, str], list[float]] = {}

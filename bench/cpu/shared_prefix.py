@@ -38,12 +38,15 @@ from seqpar.comm import Comm
 from seqpar.testing import relative_rms, run_processes
 
 DIM, HEADS, KV_HEADS, LAYERS = 512, 8, 2, 2
+SHAPE = seqpar.ModelShape(
+    "decoder", DIM, LAYERS, HEADS, KV_HEADS, DIM // HEADS, 4 * DIM, vocab=1, gated=False, dtype="float32"
+)
 LEAST, AGREEMENT = 0.8, 1e-4
 CASES = ("short", "long", "separate", "tree")
 
 
 class Layer(nn.Module):
-    """Attention with grouped key heads and a gated layer, as of a decoder."""
+    """Attention with grouped key heads and two linear layers, as of a decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ def measured(comm: Comm, prompt: int, answers: list[int], short: int, long: int,
         plans: dict[str, seqpar.Plan] = {}
         outs: dict[str, Tensor] = {}
         for name, mask in masks(prompt, answers, short, long).items():
-            plans[name] = plan = seqpar.plan_batch(mask, comm.size, hardware="cpu")
+            plans[name] = plan = seqpar.plan_batch(mask, comm.size, model=SHAPE, hardware="cpu")
             whole = _separate(rows, prompt, answers) if name == "separate" else rows
             whole = whole if name in ("separate", "tree") else torch.randn(mask.tokens, DIM)
             steps[name] = partial(_step, model, seqpar.shard(whole, plan, comm.rank), plan, comm)
