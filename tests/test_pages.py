@@ -88,6 +88,7 @@ def test_every_class_of_error_is_explained() -> None:
     assert len(own) >= 3 and own <= explained, own - explained
 
 
+HEADS = ("", ", frozen weight")
 CELLS = [row for row in rows((DOCS / "results.md").read_text(), "what") if len(row) == 6]
 
 
@@ -136,7 +137,7 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     kinds = [max(s for name, s in planning.items() if name.startswith(k)) for k in ("contiguous", "zigzag")]
     kinds.append(planning["striped, rank 0"])
     yield "cpu.json", "all that one rank of 64", [f"{1e3 * seconds:.0f}" for seconds in kinds]
-    for name in ("cpu_attention.json", "cpu_attention_intel.json"):
+    for name in ("cpu_attention.json", "cpu_attention_intel.json", "cpu_attention_avx2.json"):
         yield name, "attention in one process", of_attention(name)
     yield "cpu_attention.json", "the same as a share", of_attention("cpu_attention.json", of_peak=True)
     recurrences = [row for row in record("recurrent.json")["rows"] if row["direction"] == "step"]
@@ -156,6 +157,9 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     short = {(r["same"], r["hidden"], r["comm"]): r["part"] for r in record("short_batches.json")["rows"]}
     parts = [short[same, hidden, comm] for same in (False, True) for hidden in (256, 64) for comm in ("gloo", "shm")]
     yield "short_batches.json", "a step of short batches", [f"{part + 1e-9:.2f}" for part in parts]
+    beside = {row["case"]: f"{row['ratio']:.2f}" for row in record("log_probs.json")["rows"]}
+    cases = ["forward", *(f"step{head}{entropy}" for entropy in ("", ", entropy in the loss") for head in HEADS)]
+    yield "log_probs.json", "log-probabilities of", [beside[case] for case in cases]
     agreed = {(r["ranks"], r["way"]): r for r in record("agreement.json")["rows"] if r["kind"] == "agree"}
     doubling, to_all = agreed[64, "doubling"], agreed[64, "to all"]
     several = [doubling["messages"], doubling["bytes"], to_all["messages"]]

@@ -77,6 +77,11 @@ def test_adapters_of_peft_under_accelerate(programs: Programs, tmp_path: Path) -
     compare(programs, PROGRAMS / "with_peft.py", tmp_path)
 
 
+def test_trainer_with_images(programs: Programs, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert len(compare(programs, PROGRAMS / "with_images.py", tmp_path)) == 2
+
+
 def test_ddp_of_lightning(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     compare(programs, PROGRAMS / "with_lightning.py", tmp_path)

@@ -57,9 +57,10 @@ def run(what: str) -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", ["in a dtype", pytest.param("in both dtypes", marks=pytest.mark.exhaustive)])
-def test_unusual_launches_compile_and_are_prepared_once(every: str) -> None:
-    assert run(every).split()[-1] == str(3 * len(LAUNCHES) * (2 if every == "in both dtypes" else 1))
+@pytest.mark.parametrize("which", ["half", pytest.param("all in both dtypes", marks=pytest.mark.exhaustive)])
+def test_unusual_launches_compile_and_are_prepared_once(which: str) -> None:
+    """Half of them, in turn in either dtype, or all of them in both."""
+    assert run(which).split()[-1] == str(3 * (len(LAUNCHES) // 2 if which == "half" else 2 * len(LAUNCHES)))
 
 
 def test_all_variants_are_compiled_with_the_first_launch() -> None:
@@ -67,7 +68,7 @@ def test_all_variants_are_compiled_with_the_first_launch() -> None:
     assert run("variants").split() == ["dkdv", "8", "dq", "1", "forward", "4", "dkdv", "16", "dq", "2", "forward", "8"]
 
 
-def compile_all(every: str) -> int:
+def compile_all(which: str) -> int:
     """Prints the launches that fail, and how many of them there were in all."""
     import triton
     from triton.runtime import JITFunction
@@ -85,8 +86,9 @@ def compile_all(every: str) -> int:
     triton.runtime.driver.set_active(stub)
     JITFunction.run = counted
     dtypes = (torch.bfloat16, torch.float32)
-    for place, (name, changes) in enumerate(LAUNCHES.items()):
-        for dtype in dtypes if every == "in both dtypes" else dtypes[place % 2 :][:1]:
+    chosen = list(LAUNCHES.items())[1::2] if which == "half" else LAUNCHES.items()
+    for place, (name, changes) in enumerate(chosen):
+        for dtype in dtypes[place % 2 :][:1] if which == "half" else dtypes:
             first, again, unprepared = launches_of(dtype, **changes)
             for step in range(3):
                 launches += 1
