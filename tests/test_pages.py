@@ -157,6 +157,9 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     short = {(r["same"], r["hidden"], r["comm"]): r["part"] for r in record("short_batches.json")["rows"]}
     parts = [short[same, hidden, comm] for same in (False, True) for hidden in (256, 64) for comm in ("gloo", "shm")]
     yield "short_batches.json", "a step of short batches", [f"{part + 1e-9:.2f}" for part in parts]
+    large = [row for row in record("sums.json")["rows"] if row["dtype"] == "float32" and row["bytes"] == 1 << 25]
+    kinds = ("sync_gradients", "all_sum")
+    yield "sums.json", "sums of fp32", [ends(row["ratio"] for row in large if row["what"] == what) for what in kinds]
     beside = {row["case"]: f"{row['ratio']:.2f}" for row in record("log_probs.json")["rows"]}
     cases = ["forward", *(f"step{head}{entropy}" for entropy in ("", ", entropy in the loss") for head in HEADS)]
     yield "log_probs.json", "log-probabilities of", [beside[case] for case in cases]

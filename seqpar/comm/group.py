@@ -430,7 +430,8 @@ class GroupComm(ProcessComm[GroupChannel]):
         if self._scope or kind not in channel.carries:
             return None
         if kind == "cpu":
-            return GlooSums(self) if like.dtype in BY_GLOO or like.nbytes <= WIDENED and like.dtype in HALVES else None
+            few = self.size == 2 or like.nbytes <= WIDENED
+            return GlooSums(self) if like.dtype in BY_GLOO or like.dtype in HALVES and few else None
         return NcclSums(channel, self.stats) if like.dtype in BY_NCCL else None
 
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:

@@ -1,6 +1,7 @@
 """Sums over all ranks of a group by its backend's collectives: one call of the host, where exchanges take one a peer.
 
-    CPU tensors    `all_reduce` of gloo; up to 1 MiB of fp16 and bf16 are widened to fp32, more go by exchanges
+    CPU tensors    `all_reduce` of gloo; of fp16 and bf16 on 2 ranks, since a sum of two is rounded once; on more ranks
+                   up to 1 MiB of them is widened to fp32, and more goes by exchanges
     CUDA tensors   NCCL's reduce-scatter and all-gather; fp16 and bf16 are reduced in fp32
 
 Each piece is summed by one rank, or along one ring, so all ranks get the same bits, and the place of an element alone
@@ -69,7 +70,7 @@ class GlooSums:
         if not met:
             before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
             comm.exchange({before: [torch.ones(1)]}, {after: [torch.empty(1)]}, tag=tag).wait()
-        wide = flat.float() if flat.dtype in HALVES else flat
+        wide = flat.float() if flat.dtype in HALVES and comm.size > 2 else flat
         count(comm.stats, channel, wide[: -(-len(wide) // comm.size)])
         tag = tag._replace(stage=tag.stage + 1)
         _Collective(channel, tag, comm.stats, channel.twin.allreduce([wide]), [wide]).wait()

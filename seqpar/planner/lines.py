@@ -20,7 +20,7 @@ from seqpar.planner.place import Documents, Pieces, Placement
 
 
 def near_sighted(layers: Layers) -> bool:
-    """Whether rows see few keys in every layer: at most half of those before them, in the mean."""
+    """Whether rows see few keys in every layer: in the mean at most half of what causal rows see."""
     squares = int((layers[0][0].lengths ** 2).sum())
     return all(4 * int(areas(mask).sum()) <= squares for mask, _ in layers)
 

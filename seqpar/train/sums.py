@@ -128,7 +128,7 @@ def sum_(flat: Tensor, comm: Comm, tag: Tag, *, met: bool = False) -> None:
     if comm.size == 1 or not flat.numel():
         return
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        itemsize = 4 if flat.dtype in HALVES else flat.itemsize
+        itemsize = 4 if flat.dtype in HALVES and comm.size > 2 else flat.itemsize
         if flat.device.type == "cpu" and flat.numel() * itemsize * (comm.size - 1).bit_length() <= FEW:
             _by_pairs(flat, comm, tag)
         elif (sums := comm.sums(flat)) is not None:
@@ -142,15 +142,16 @@ def _by_pairs(flat: Tensor, comm: Comm, tag: Tag) -> None:
     # a sum of two is rounded once in any case
     total = flat.float() if flat.dtype in HALVES and comm.size > 2 else flat
     among = 1 << comm.size.bit_length() - 1  # ranks that double; another one gives to one of them, and takes at the end
+    heard = comm.empty(total.shape, total.dtype, total.device)
     for index, (stage, peer) in enumerate(pairs(comm.rank, comm.size)):
         gives = max(comm.rank, peer) < among or (comm.rank >= among) == (index == 0)
         takes = max(comm.rank, peer) < among or not gives
-        heard = [comm.empty(total.shape, total.dtype, total.device)] if takes else []
         at = tag._replace(stage=tag.stage + stage)
-        comm.exchange({peer: [total] if gives else []}, {peer: heard}, tag=at).wait()
-        if takes:
-            total = heard[0] if comm.rank >= among else total + heard[0]
-    flat.copy_(total)
+        comm.exchange({peer: [total] if gives else []}, {peer: [heard] if takes else []}, tag=at).wait()
+        if takes:  # in place, as the exchange has ended
+            total = heard if comm.rank >= among else total.add_(heard)
+    if total is not flat:
+        flat.copy_(total)
 
 
 def _by_pieces(flat: Tensor, comm: Comm, tag: Tag) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
 
 import seqpar
 from seqpar import Comm, LocalComm
@@ -84,19 +88,34 @@ def tensors_first(comm: Comm, name: str) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}
 
 
-def on_processes(comm: Comm) -> dict[str, Any]:
+def by_tp_plan(comm: Comm, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """The same of a model that transformers splits by its own plan while it loads the weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the name of this argument
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_size=comm.size, dtype=torch.float64)
+    assert any(isinstance(p, DTensor) for p in model.parameters())
+    with islands(torch.float64), seqpar.parallelize(model, LocalComm(), plan=contiguous):
+        loss = model(**batches("left", 1)[0]).loss
+        loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}
+
+
+def on_processes(comm: Comm, folder: Path) -> dict[str, Any]:
     found = {name: sharded_first(comm, name) for name in MODELS}
-    return found | {"tensors": tensors_first(comm, "llama")}
+    return found | {"tensors": tensors_first(comm, "llama"), "plan": by_tp_plan(comm, folder)}
 
 
-def test_weights_that_are_sharded_already() -> None:
-    ranks = run_processes(RANKS, on_processes)
+def test_weights_that_are_sharded_already(tmp_path: Path) -> None:
+    build(MODELS["llama"]).save_pretrained(tmp_path)
+    ranks = run_processes(RANKS, on_processes, tmp_path)
     for name, row in MODELS.items():
         whole = one(build(row), batches("left", RANKS), torch.float64)
         for each in ranks:
             check([each[name]], whole, 1e-9)
     for each in ranks:
-        check([each["tensors"]], one(build(MODELS["llama"]), batches("left", 1), torch.float64), 1e-9)
+        for name in ("tensors", "plan"):
+            check([each[name]], one(build(MODELS["llama"]), batches("left", 1), torch.float64), 1e-9)
 
 
 def facts(model: Any) -> tuple[Any, ...]:
