@@ -144,6 +144,9 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     ratio = {row["fallback"]: row["ratio"] for row in recurrences if "ratio" in row}
     shares = ends(row["of_products"] for row in recurrences)
     yield "recurrent.json", "a step of a recurrence", [*(f"{ratio[n]:.2f}" for n in ("qwen3_next", "mamba2")), shares]
+    passed = [row["ratios"] for row in record("states.json")["rows"] if row["ranks"] == 4]  # loopback, then held
+    both = [(f"{row['ulysses, exchanging'][0]:.1f}", f"{row['ulysses, seconds'][0]:.2f}") for row in passed]
+    yield "states.json", "states that pass", [x for at in (0, 2) for pair in zip(both[at], both[at + 1]) for x in pair]
     over = record("comm.json")["over_gloo"]
     yield "comm.json", "`ShmComm` beside gloo", [f"{over[k]:.1f}" for k in ("ring", "all-to-all")]
     yield "copies.json", "packing and unpacking", [ends(row["ratio"] for row in record("copies.json")["rows"])]
