@@ -160,6 +160,9 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     short = {(r["same"], r["hidden"], r["comm"]): r["part"] for r in record("short_batches.json")["rows"]}
     parts = [short[same, hidden, comm] for same in (False, True) for hidden in (256, 64) for comm in ("gloo", "shm")]
     yield "short_batches.json", "a step of short batches", [f"{part + 1e-9:.2f}" for part in parts]
+    trees = record("shared_prefix.json")["rows"]
+    speeds = [f"{row[kind][0]:.2f}" for kind in ("speedup", "predicted") for row in trees]
+    yield "shared_prefix.json", "a decoder's step on 8 answers", speeds
     large = [row for row in record("sums.json")["rows"] if row["dtype"] == "float32" and row["bytes"] == 1 << 25]
     kinds = ("sync_gradients", "all_sum")
     yield "sums.json", "sums of fp32", [ends(row["ratio"] for row in large if row["what"] == what) for what in kinds]

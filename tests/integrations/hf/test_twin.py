@@ -90,7 +90,7 @@ def tensors_first(comm: Comm, name: str) -> tuple[float, dict[str, Tensor]]:
 
 def by_tp_plan(comm: Comm, folder: Path) -> tuple[float, dict[str, Tensor]]:
     """The same of a model that transformers splits by its own plan while it loads the weights."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), islands(torch.float64):
         warnings.simplefilter("ignore", FutureWarning)  # of the name of this argument
         model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_size=comm.size, dtype=torch.float64)
     assert any(isinstance(p, DTensor) for p in model.parameters())
