@@ -82,8 +82,10 @@ def steps(draw: st.DrawFn) -> StepFacts:
     tokens, ranks = draw(st.integers(1, 60)), draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     mask = make_mask(draw(st.sampled_from(ENDING)), [tokens], rng)
-    layout = make_layout(draw(st.sampled_from(LAYOUTS)), [tokens], ranks, rng)
-    plan = Plan(mask, layout, transport=draw(st.sampled_from(["fetch", "ring"])))
+    kind = draw(st.sampled_from(LAYOUTS))
+    layout, keys = (make_layout(kind, [total], ranks, rng) for total in (tokens, mask.kv_tokens))
+    own = None if mask.kv_tokens == tokens else keys
+    plan = Plan(mask, layout, kv_layout=own, transport=draw(st.sampled_from(["fetch", "ring"])))
     rank = draw(st.sampled_from([rank for rank in range(ranks) if any(len(step.pos) for step in plan.steps(rank))]))
     facts = uploaded(plan, plan.steps(rank), torch.device("cpu")).facts
     return draw(st.sampled_from([facts[step.number][0] for step in plan.steps(rank) if len(step.pos)]))
