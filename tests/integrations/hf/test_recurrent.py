@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import cache
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.integrations.hf.hybrids import (
 from tests.integrations.hf.models import batches, packed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+ROUGH = ("olmo_hybrid", "zamba")  # round more than that by themselves
 PLANS = {"planner": None, "contiguous": contiguous, "zigzag": zigzag, "striped": striped, "empty": empty}
 
 
@@ -61,7 +63,13 @@ def test_a_model_on_ranks_is_each_document_alone(name: str, dtype: torch.dtype, 
     model, every = build(name, dtype), brought(kind, ranks)
     whole = alone(model, every[:1] if kind == "cut" else every, dtype)
     options = {"plan": PLANS[plan], "source": "replicated" if kind == "cut" else "sharded"}
-    check(run_threads(ranks, on_ranks, model, every, dtype, options), whole, TOLERANCE[dtype])
+
+    @cache
+    def truth() -> dict[str, Tensor]:
+        return alone(copy.deepcopy(model).double(), every[:1] if kind == "cut" else every, torch.float64)[1]
+
+    found = run_threads(ranks, on_ranks, model, every, dtype, options)
+    check(found, whole, TOLERANCE[dtype], truth if name in ROUGH and dtype is torch.float32 else None)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
