@@ -140,10 +140,11 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     for name in ("cpu_attention.json", "cpu_attention_intel.json", "cpu_attention_avx2.json"):
         yield name, "attention in one process", of_attention(name)
     yield "cpu_attention.json", "the same as a share", of_attention("cpu_attention.json", of_peak=True)
-    recurrences = [row for row in record("recurrent.json")["rows"] if row["direction"] == "step"]
-    ratio = {row["fallback"]: row["ratio"] for row in recurrences if "ratio" in row}
-    shares = ends(row["of_products"] for row in recurrences)
-    yield "recurrent.json", "a step of a recurrence", [*(f"{ratio[n]:.2f}" for n in ("qwen3_next", "mamba2")), shares]
+    for name, begins in (("recurrent.json", "a step of a recurrence"), ("recurrent_avx2.json", "the same where")):
+        recurrences = [row for row in record(name)["rows"] if row["direction"] == "step"]
+        ratio = {row["fallback"]: row["ratio"] for row in recurrences if "ratio" in row}
+        shares = ends(row["of_products"] for row in recurrences)
+        yield name, begins, [*(f"{ratio[n]:.2f}" for n in ("qwen3_next", "mamba2")), shares]
     passed = [row["ratios"] for row in record("states.json")["rows"] if row["ranks"] == 4]  # loopback, then held
     both = [(f"{row['ulysses, exchanging'][0]:.1f}", f"{row['ulysses, seconds'][0]:.2f}") for row in passed]
     yield "states.json", "states that pass", [x for at in (0, 2) for pair in zip(both[at], both[at + 1]) for x in pair]
