@@ -430,8 +430,9 @@ class GroupComm(ProcessComm[GroupChannel]):
         if self._scope or kind not in channel.carries:
             return None
         if kind == "cpu":
-            few = self.size == 2 or like.nbytes <= WIDENED
-            return GlooSums(self) if like.dtype in BY_GLOO or like.dtype in HALVES and few else None
+            # `GlooSums` widens halves, but not those of two ranks
+            halves = like.dtype in HALVES and (self.size == 2 or like.nbytes <= WIDENED)
+            return GlooSums(self) if like.dtype in BY_GLOO or halves else None
         return NcclSums(channel, self.stats) if like.dtype in BY_NCCL else None
 
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:

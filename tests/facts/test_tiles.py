@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
 from seqpar.facts.tiles import Tiles, tile_tables
-from tests.cases import ENDING, LAYOUTS, MASKS, make_layout, make_mask, random_tree
+from tests.cases import LAYOUTS, MASKS, make_layout, make_mask, random_tree
 from tests.facts.tables import check_stretches, check_tiles, visited
 
 
@@ -116,7 +116,7 @@ def stretched(lo, hi, at, keys, until, bm: int, bn: int) -> Tiles:
 
 @st.composite
 def ending(
-    draw: st.DrawFn, kinds: tuple[str, ...] = (*ENDING[:3], "window"), blind: bool = True
+    draw: st.DrawFn, kinds: tuple[str, ...] = ("tree", "nodes", "ends", "window"), blind: bool = True
 ) -> tuple[np.ndarray, ...]:
     """Some queries of a mask whose keys end, and some of its keys: lo, hi, at, keys, until. blind: some see nothing."""
     tokens = draw(st.integers(1, 90))
