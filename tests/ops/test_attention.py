@@ -34,10 +34,7 @@ from tests.ops.cases import (
     Options,
     check,
     check_product,
-    named,
     options_strategy,
-    pairwise,
-    product,
     uses_strategy,
 )
 
@@ -52,10 +49,7 @@ def test_any_plan_and_option_equals_one_device(case, heads, dims, options, uses,
     check(case.plan(), heads, dims, options, uses=uses, seed=seed, run=run)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The points of the pairwise cover; not when processes import this file, as to find them takes a second."""
-    if "point" in metafunc.fixturenames:
-        metafunc.parametrize("point", pairwise(product()), ids=named)
+COVERED = MASKS  # see conftest.py
 
 
 def test_pairwise_cover_equals_one_device(point) -> None:

@@ -26,10 +26,7 @@ from tests.ops.cases import (
     Options,
     check,
     check_product,
-    named,
     options_strategy,
-    pairwise,
-    product,
     uses_strategy,
 )
 
@@ -41,10 +38,7 @@ def test_any_plan_and_option_equals_one_device(case, heads, options, uses, seed)
     check(case.plan(), heads, (6, 4), options, uses=uses, seed=seed)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The points of the pairwise cover."""
-    if "point" in metafunc.fixturenames:
-        metafunc.parametrize("point", pairwise(product(ENDING)), ids=named)
+COVERED = ENDING  # see conftest.py
 
 
 def test_pairwise_cover_equals_one_device(point) -> None:

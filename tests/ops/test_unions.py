@@ -25,10 +25,7 @@ from tests.ops.cases import (
     Options,
     check,
     check_product,
-    named,
     options_strategy,
-    pairwise,
-    product,
     uses_strategy,
 )
 
@@ -39,10 +36,7 @@ def test_any_plan_and_option_equals_one_device(case, heads, options, uses, seed)
     check(case.plan(), heads, (6, 4), options, uses=uses, seed=seed)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The points of the pairwise cover."""
-    if "point" in metafunc.fixturenames:
-        metafunc.parametrize("point", pairwise(product(SEVERAL)), ids=named)
+COVERED = SEVERAL  # see conftest.py
 
 
 def test_pairwise_cover_equals_one_device(point) -> None:
