@@ -167,6 +167,20 @@ inline void transpose(const void* in, ptrdiff_t in_row, void* out, ptrdiff_t out
     store(to + (8 + j) * out_row, _mm512_shuffle_f32x4(x, z, 0xdd));
     store(to + (12 + j) * out_row, _mm512_shuffle_f32x4(y, w, 0xdd));
   }
+#elif defined(__AVX2__)
+  __m256 a[8], b[8];
+  for (int i = 0; i < 4; ++i) {  // of rows i and i + 4 the left halves, then the right ones
+    const __m256 x = load(from + i * in_row), y = load(from + (i + 4) * in_row);
+    a[i] = _mm256_permute2f128_ps(x, y, 0x20), a[4 + i] = _mm256_permute2f128_ps(x, y, 0x31);
+  }
+  for (int i = 0; i < 8; i += 2)
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m256d x = _mm256_castps_pd(b[i + j]), y = _mm256_castps_pd(b[i + j + 2]);
+      store(to + (i + 2 * j) * out_row, _mm256_castpd_ps(_mm256_unpacklo_pd(x, y)));
+      store(to + (i + 2 * j + 1) * out_row, _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+    }
 #else
   for (int r = 0; r < W; ++r)
     for (int c = 0; c < W; ++c) to[c * out_row + r] = from[r * in_row + c];

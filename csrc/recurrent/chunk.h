@@ -59,7 +59,7 @@ inline void begin_chunk(Chunk<T>* c, int64_t row, int64_t rows) {
   stage(c, x->k, x->k_row, group, x->dim, c->k, words);
   stage(c, x->v, x->v_row, c->head, x->v_dim, c->v, c->v_words);
   if (d->channels)
-    channel_decays(c);
+    channel_decays(c, x->q != nullptr || x->beta != nullptr);
   else
     scalar_decays(c);
   scaled(d, d->until, c->k, T(1), c->k_until, words, n);

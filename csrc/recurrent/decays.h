@@ -1,42 +1,25 @@
-// What decays do in a chunk. `exp` is only taken of differences at or below 0, rounded once from sums in double.
+// What decays do in a chunk. `exp` is only taken of logarithms at or below 0, added up in double and rounded once.
 #pragma once
 
 #include "recurrent/panels.h"
 
 namespace {
 
-// out[i] = exp(a[i] - b[i]), or exp(a[i]) without b.
+// out[i] = exp(a[i]).
 template <class T>
-inline void exp_row(const double* a, const double* b, T* out, int64_t count) {
+inline void exp_row(const double* a, T* out, int64_t count) {
   constexpr int LANES = Lanes<T>::COUNT;
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
     T x[LANES];
-    for (int n = 0; n < LANES; ++n) x[n] = (T)(b != nullptr ? a[i + n] - b[i + n] : a[i + n]);
+    for (int n = 0; n < LANES; ++n) x[n] = (T)a[i + n];
     put(out + i, exp_of<T>(take(x)));
   }
   if (i == count) return;
   T x[LANES] = {};
-  for (int64_t n = i; n < count; ++n) x[n - i] = (T)(b != nullptr ? a[n] - b[n] : a[n]);
+  for (int64_t n = i; n < count; ++n) x[n - i] = (T)a[n];
   put(x, exp_of<T>(take(x)));
   memcpy(out + i, x, (size_t)(count - i) * sizeof(T));
-}
-
-// Sums of log decays down the rows [begin, end), from zero.
-template <class T>
-inline void add_up(const Chunk<T>* c, int64_t begin, int64_t end) {
-  const Decays<T>* d = &c->decays;
-  const int64_t cols = d->channels ? c->x->dim : 1;
-  for (int64_t r = begin; r < end; ++r) {
-    double *to = d->sums + r * d->row, *last = to - d->row;
-    const int64_t given = r < c->rows && c->x->decay != nullptr ? cols : 0;
-    const T* from = (const T*)c->x->decay;
-    if (given > 0) from += (c->row + r) * c->x->decay_row + c->head * cols;
-    for (int64_t i = 0; i < d->row; ++i) {
-      const double own = i < given ? (double)from[i] : 0.0;
-      to[i] = r > begin ? last[i] + own : own;
-    }
-  }
 }
 
 // One decay for all channels.
@@ -45,43 +28,74 @@ inline void scalar_decays(const Chunk<T>* c) {
   const Decays<T>* d = &c->decays;
   const int64_t n = c->padded;
   double gaps[ROWS];
-  add_up(c, 0, n);
+  for (int64_t r = 0; r < n; ++r) {
+    const bool given = r < c->rows && c->x->decay != nullptr;
+    const double own = given ? (double)((const T*)c->x->decay)[(c->row + r) * c->x->decay_row + c->head] : 0.0;
+    d->sums[r] = r > 0 ? d->sums[r - 1] + own : own;
+  }
   for (int64_t r = 0; r < n; ++r) gaps[r] = d->sums[n - 1] - d->sums[r];
-  exp_row<T>(d->sums, nullptr, d->since, n);
-  exp_row<T>(gaps, nullptr, d->until, n);
+  exp_row<T>(d->sums, d->since, n);
+  exp_row<T>(gaps, d->until, n);
   d->total[0] = d->since[n - 1];
   for (int64_t j = 0; j < n; ++j) {
     T* to = d->within + j * ROWS;
     const int64_t first = j / BLOCK * BLOCK;
     for (int64_t i = first; i < n; ++i) gaps[i] = i > j ? d->sums[i] - d->sums[j] : 0.0;
-    exp_row<T>(gaps + first, nullptr, to + first, n - first);
+    exp_row<T>(gaps + first, to + first, n - first);
     for (int64_t i = first; i < j; ++i) to[i] = T(0);
   }
 }
 
-// A decay for each channel.
+// The factors of whole blocks multiplied up, and the logarithm of that.
 template <class T>
-inline void channel_decays(const Chunk<T>* c) {
+struct Beyond {
+  Vec<T> factor, log;
+};
+
+// x * beyond, without products that would be subnormal; log: of x.
+template <class T>
+inline Vec<T> reached(Vec<T> x, Vec<T> log, Beyond<T> beyond) {
+  return (log + beyond.log < splat(Lanes<T>::LOWEST) ? splat(T(0)) : x) * beyond.factor;
+}
+
+// A decay for each channel. pairs: those of single rows and of blocks are wanted too.
+template <class T>
+inline void channel_decays(const Chunk<T>* c, bool pairs) {
   const Decays<T>* d = &c->decays;
   const int64_t row = d->row, n = c->padded;
-  for (int64_t first = 0; first < n; first += BLOCK) {
-    add_up(c, first, first + BLOCK);
-    const double *sums = d->sums + first * row, *end = sums + (BLOCK - 1) * row;
-    for (int64_t r = 0; r < BLOCK; ++r) {
-      const int64_t at = (first + r) * row;
-      exp_row<T>(sums + r * row, nullptr, d->head + at, row);
-      exp_row<T>(end, sums + r * row, d->tail + at, row);
-      exp_row<T>(sums + r * row, r > 0 ? sums + (r - 1) * row : nullptr, d->step + at, row);
+  stage(c, c->x->decay, c->x->decay_row, c->head, c->x->dim, d->step, row);
+  for (int64_t lane = 0; lane < row; lane += Lanes<T>::COUNT) {
+    Beyond<T> beyond = {splat(T(1)), splat(T(0))};
+    for (int64_t first = n - BLOCK; first >= 0; first -= BLOCK) {
+      Sums<T> sums = {};
+      for (int64_t r = first + BLOCK - 1; r >= first; --r) {
+        const int64_t at = r * row + lane;
+        const Vec<T> log = sums.rounded(), tail = exp_of<T>(log);
+        if (pairs) put(d->tail + at, tail);
+        put(d->until + at, reached(tail, log, beyond));
+        sums.add(take(d->step + at));
+      }
+      const Vec<T> log = sums.rounded(), whole = exp_of<T>(log);
+      put(d->whole + first / BLOCK * row + lane, whole);
+      beyond = {reached(whole, log, beyond), beyond.log + log};
     }
-    memcpy(d->whole + first / BLOCK * row, d->head + (first + BLOCK - 1) * row, (size_t)row * sizeof(T));
+    put(d->total + lane, beyond.factor);
+    if (!pairs) continue;
+    beyond = {splat(T(1)), splat(T(0))};
+    for (int64_t first = 0; first < n; first += BLOCK) {
+      Sums<T> sums = {};
+      for (int64_t r = first; r < first + BLOCK; ++r) {
+        const int64_t at = r * row + lane;
+        sums.add(take(d->step + at));
+        const Vec<T> log = sums.rounded(), head = exp_of<T>(log);
+        put(d->head + at, head);
+        put(d->since + at, reached(head, log, beyond));
+        put(d->step + at, exp_of<T>(take(d->step + at)));
+      }
+      const Vec<T> log = sums.rounded();
+      beyond = {reached(take(d->whole + first / BLOCK * row + lane), log, beyond), beyond.log + log};
+    }
   }
-  add_up(c, 0, n);
-  const double* end = d->sums + (n - 1) * row;
-  for (int64_t r = 0; r < n; ++r) {
-    exp_row<T>(d->sums + r * row, nullptr, d->since + r * row, row);
-    exp_row<T>(end, d->sums + r * row, d->until + r * row, row);
-  }
-  memcpy(d->total, d->since + (n - 1) * row, (size_t)row * sizeof(T));
 }
 
 // to = or += scale * x * factors, row by row; factors [rows][row], one for a row or one for a channel. to may be x.

@@ -69,9 +69,51 @@ inline D fma(D a, D b, D c) {
 #endif
 }
 
+// Sums in double.
+template <class T>
+struct Sums;
+
+template <>
+struct Sums<double> {
+  D sum;
+  void add(D x) { sum += x; }
+  D rounded() const { return sum; }
+};
+
+template <>
+struct Sums<float> {
+  D low, high;
+#if defined(__AVX512F__)
+  void add(V x) {
+    low += _mm512_cvtps_pd(_mm512_castps512_ps256(x)), high += _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+  }
+  V rounded() const {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
+  }
+#elif defined(__AVX2__)
+  void add(V x) {
+    low += _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high += _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+  }
+  V rounded() const { return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low)); }
+#else
+  void add(V x) {
+    for (int i = 0; i < WD; ++i) low[i] += x[i], high[i] += x[WD + i];
+  }
+  V rounded() const {
+    V x = {};
+    for (int i = 0; i < WD; ++i) x[i] = (float)low[i], x[WD + i] = (float)high[i];
+    return x;
+  }
+#endif
+};
+
 inline float sum_of(V x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(x);
+#elif defined(__AVX2__)
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 #else
   float sum = 0.0f;
   for (int i = 0; i < W; ++i) sum += x[i];

@@ -23,8 +23,8 @@ inline T* panel(Arena* arena, int64_t count) {
 
 // What decays do in a chunk. A row of each panel has a factor for each channel; one for all without `channels`.
 // since: from the chunk's start. until: to its end. step: of the row itself. head: from the block's start. tail: to the
-// block's end. whole: over each block. total: over the chunk. within [ROWS][ROWS]: exp(G_i - G_j) at [j][i], without
-// channels; 1 on the diagonal and 0 below it.
+// block's end. whole: over each block. total: over the chunk. sums: of logarithms, without channels. within
+// [ROWS][ROWS]: exp(G_i - G_j) at [j][i], without channels; 1 on the diagonal and 0 below it.
 template <class T>
 struct Decays {
   bool channels;
@@ -61,8 +61,8 @@ inline void place(Chunk<T>* c, const sp_recurrence* x, Arena* arena) {
   d->channels = x->decays == SP_DECAY_CHANNEL, d->row = d->channels ? c->words : 1;
   const int64_t count = ROWS * d->row;
   d->since = panel<T>(arena, count), d->until = panel<T>(arena, count), d->total = panel<T>(arena, d->row);
-  d->sums = panel<double>(arena, count);
   if (!d->channels) {
+    d->sums = panel<double>(arena, ROWS);
     d->within = panel<T>(arena, ROWS * ROWS);
     return;
   }

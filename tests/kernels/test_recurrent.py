@@ -77,6 +77,26 @@ def test_all_parts_and_gradients(kernel, decay, beta, strength) -> None:
     assert max(differences(parts(kernel, family), expected(family))) < 1e-12
 
 
+@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.parametrize("kernel", [*KINDS, pytest.param(TokenByToken(), id="reference")])
+def test_a_replay_has_the_bits_of_the_gradients(kernel, decay, beta) -> None:
+    family, entering = Family(decay, beta, dim=9, values=5, unit=True), torch.ones(len(COUNTS), 4, 9, 5).double()
+    leaves = [x if x is None else x.requires_grad_() for x in (*family.inputs(Mask(COUNTS))[:5], entering)]
+    tables = kernel.tables(COUNTS, EXPORTED, torch.device("cpu"))
+    prepared = kernel.prepare(Recurrence(*leaves[:5], 0.3), tables)
+    with torch.no_grad():
+        *kept_results, kept = kernel.keep(prepared, entering)
+    assert len(kept) == kernel.keeps
+    results = kernel.compute(prepared, entering)
+    assert all(torch.equal(x, y) for x, y in zip(kept_results, results, strict=True))
+    given = [x for x in leaves if x is not None]
+    wanted, kept_found, found = (
+        torch.autograd.grad(x, given, [torch.ones_like(y) for y in x], retain_graph=True)
+        for x in (results, kernel.replay(prepared, entering, kept), kernel.replay(prepared, entering, []))
+    )
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(wanted, kept_found, found, strict=True))
+
+
 def parts_of_channels(kernel: RecurrentKernel, dims: int, rates: bool, dtype: torch.dtype) -> list[Tensor]:
     """As `parts`, of five channels with a state in each dim."""
     g, count = torch.Generator().manual_seed(0), int(COUNTS.sum())

@@ -27,7 +27,7 @@ from torch import Tensor
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
 
 ROWS = 64  # of a chunk, at most
 LEAST = 16  # rows of a chunk, at least
@@ -134,7 +134,7 @@ class ChunkProducts(NamedTuple):
     total: Tensor | None
 
 
-class Chunked:
+class Chunked(Recomputed):
     """Batched matrix products of PyTorch, on any device."""
 
     name = "chunked"

@@ -7,6 +7,7 @@ keeps where a gradient is wanted. Results have the same bits on any number of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,10 @@ class NativeRuns:
         arrays = (begin, end, chunk[:-1], np.argsort(begin - end, kind="stable"))
         return cls([torch.tensor(x, dtype=torch.int64) for x in arrays], int(chunk[-1]))
 
+    def entered(self, entering: Tensor) -> Tensor:
+        """Memory for the states that enter chunks."""
+        return entering.new_empty(self.chunks, *entering.shape[1:])
+
 
 @dataclass(frozen=True, eq=False)
 class NativeTables:
@@ -53,6 +58,7 @@ class NativeChunks:
     """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`. isa: as of attention's native kernel."""
 
     casts = True
+    keeps = 1
 
     def __init__(self, *, isa: int | None = None) -> None:
         self.name = "native" if isa is None else f"native_{ISAS[isa]}"
@@ -99,12 +105,40 @@ class NativeChunks:
         x, tables = prepared
         return self._states(x, tables.every, entering, reads=True)
 
-    def _states(self, x: Recurrence, runs: NativeRuns, entering: Tensor, *, reads: bool) -> tuple[Tensor, Tensor]:
-        """out, empty if q is not read, and the states that the runs leave."""
+    def keep(
+        self, prepared: tuple[Recurrence, NativeTables], entering: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """See `RecurrentKernel`; the states that enter chunks."""
+        x, tables = prepared
+        entered = tables.every.entered(entering)
+        return *self._states(x, tables.every, entering, reads=True, entered=entered), [entered]
+
+    def replay(
+        self, prepared: tuple[Recurrence, NativeTables], entering: Tensor, kept: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`; the states that enter chunks are computed again if they were not kept."""
+        x, tables = prepared
+        if kept:
+            (entered,) = kept
+        else:
+            entered = tables.every.entered(entering)
+            with torch.no_grad():
+                self._states(x, tables.every, entering, reads=False, entered=entered)
+        return self._states(x, tables.every, entering, reads=True, entered=entered, computes=False)
+
+    def _states(
+        self, x: Recurrence, runs: NativeRuns, entering: Tensor, *, reads: bool, entered: Tensor | None = None,
+        computes: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """out, empty if q is not read, and the states that the runs leave.
+
+        entered: written, the states that enter chunks. computes: without it nothing is, and `entered` is read.
+        """
         tensors = (x.q if reads else None, *x[1:5], entering.contiguous())
-        keeps = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors)
+        if entered is None and torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors):
+            entered = runs.entered(entering)
         isa = int(native.ops().isa()) if self._isa is None else self._isa
-        return _Recurrence.apply(runs, x.scale, isa, keeps, *tensors)  # type: ignore[no-untyped-call]
+        return _Recurrence.apply(runs, x.scale, isa, entered, computes, *tensors)  # type: ignore[no-untyped-call]
 
 
 class _Recurrence(torch.autograd.Function):
@@ -112,13 +146,14 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runs: NativeRuns, scale: float, isa: int, keeps: bool, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, runs: NativeRuns, scale: float, isa: int, entered: Tensor | None, computes: bool,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v, _, _, entering = tensors
         assert k is not None and v is not None and entering is not None
         out, left = v.new_empty(v.shape) if q is not None else None, torch.empty_like(entering)
-        entered = entering.new_empty(runs.chunks, *entering.shape[1:]) if keeps else None
-        native.ops().recurrence_forward(*tensors, runs.tables, scale, out, left, entered, isa)
+        if computes:
+            native.ops().recurrence_forward(*tensors, runs.tables, scale, out, left, entered, isa)
         ctx.runs, ctx.scale, ctx.isa = runs, scale, isa
         ctx.save_for_backward(*tensors, entered)
         return v.new_empty(0) if out is None else out, left
@@ -142,7 +177,7 @@ class _Recurrence(torch.autograd.Function):
         if heads != groups:
             dk = _over_heads(dk, groups)
             dq = None if dq is None else _over_heads(dq, groups)
-        return None, None, None, None, dq, dk, dv, ddecay, dbeta, dentering
+        return None, None, None, None, None, dq, dk, dv, ddecay, dbeta, dentering
 
 
 def _dense_rows(x: Tensor) -> Tensor:

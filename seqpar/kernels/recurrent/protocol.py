@@ -23,6 +23,7 @@ delta rule), Kimi Team 2025 (one factor for each row).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,10 +61,15 @@ class RecurrentSpec(NamedTuple):
 
 
 class RecurrentKernel(Protocol):
-    """See the module. casts: q, k and v are cast to the accumulation dtype for it; else out has their own dtype too."""
+    """See the module.
+
+    casts: q, k and v are cast to the accumulation dtype for it; else out has their own dtype too. keeps: how many
+    tensors `keep` returns for `replay`.
+    """
 
     name: str
     casts: bool
+    keeps: int
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
         """Why calls of this kind are refused, or None."""
@@ -85,3 +91,24 @@ class RecurrentKernel(Protocol):
 
     def compute(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
         """out [T, H, V], and the states that all runs leave, [runs, H, K, V], from those that enter them."""
+
+    def keep(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """What `compute` returns, and what `replay` takes."""
+
+    def replay(self, prepared: Any, entering: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Results of `compute` for their gradients alone: they may hold any values. kept: may be empty."""
+
+
+class Recomputed:
+    """The last two parts of a `RecurrentKernel` whose backward computes everything again."""
+
+    keeps = 0
+    compute: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+    def keep(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """See `RecurrentKernel`."""
+        return *self.compute(prepared, entering), ()
+
+    def replay(self, prepared: Any, entering: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """See `RecurrentKernel`."""
+        return self.compute(prepared, entering)

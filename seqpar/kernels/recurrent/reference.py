@@ -9,10 +9,10 @@ from torch import Tensor
 
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
 
 
-class TokenByToken:
+class TokenByToken(Recomputed):
     """All runs one after another, with matrices as maps of the delta rule."""
 
     name = "reference"

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.facts.value import Ints
 from seqpar.kernels.recurrent.chunked import Tables, levels, walked
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
 
 # elements of states that are computed at a time: those that stay in a processor's cache, and those that fill a GPU
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -44,7 +44,7 @@ class ChannelRows(NamedTuple):
     total: Tensor
 
 
-class Steps:
+class Steps(Recomputed):
     """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`."""
 
     name = "steps"

@@ -30,7 +30,8 @@ def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, 
         def finish() -> None:
             runs = at.rows(level.runs)
             mine = _parts(call, rows, level, block)
-            part, left = _computed(call, level, *mine, _rates(call, rates, block), entering[block][runs])
+            ready = _prepared(call, level, *mine, _rates(call, rates, block), entering[block][runs])
+            part, left = call.kernel.compute(*ready)
             leaving[block][runs] = left
             _write(call, out, level, block, part, repeats=1)
 
@@ -60,7 +61,7 @@ def backward(
         runs = at.rows(level.runs)
         *mine, given = _parts(call, [*rows, dout], level, block)
         gradients = recomputed(
-            lambda *xs: _computed(call, level, *xs),
+            lambda *xs: call.kernel.replay(*_prepared(call, level, *xs), []),
             [*mine, _rates(call, rates, block), entering[block][runs]],
             [*needs[:6], True],
         )
@@ -121,12 +122,12 @@ def _rates(call: LinearCall, rates: Tensor | None, block: int) -> Tensor | None:
     return None if rates is None else rates[_heads(call, len(rates), block, 1)]
 
 
-def _computed(call: LinearCall, level: Level, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out of a level's rows, and the states that its runs leave. tensors: rows, rates, and the states that enter."""
+def _prepared(call: LinearCall, level: Level, *tensors: Tensor | None) -> tuple[Any, Tensor]:
+    """What the kernel computes a level's rows from. tensors: rows, rates, and the states that enter."""
     *rows, rates, entering = tensors
     assert entering is not None
     tables = _pipeline(call).tables(level, call.kernel, entering.device)
-    return call.kernel.compute(call.kernel.prepare(call.recurrence(rows, rates), tables), entering)
+    return call.kernel.prepare(call.recurrence(rows, rates), tables), entering
 
 
 def _write(call: LinearCall, total: Tensor, level: Level, block: int, part: Tensor, *, repeats: int) -> None:

@@ -35,6 +35,7 @@ class LinearCall(Record):
     """A call: what its backward needs besides tensors.
 
     channels: of `channel_scan`, whose tensors lack dims of heads and of values: each channel is a head of one value.
+    recorded: a backward may follow.
     """
 
     side: LocalRuns
@@ -45,6 +46,7 @@ class LinearCall(Record):
     normalize: bool
     return_state: bool
     channels: bool
+    recorded: bool
 
     def inputs(self, tensors: Sequence[Any]) -> list[Any]:
         """A verb's tensors with all dims; q and k that `channel_scan` has not are ones."""

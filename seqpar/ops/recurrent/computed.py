@@ -95,7 +95,7 @@ def computed(
     tag = Tag(agreed.digest, number, 0, 0, name)
     call = LinearCall(
         comm, tag, side, passed, relaid, asked.kernel, asked.scale, asked.normalize, bool(return_state), asked.channels,
-        stamp=stamp,
+        True in grads, stamp=stamp,
     )  # fmt: skip
     saved = list(tensors)
     with abort_on_error(comm, f"{name}, call {number}"), no_autocast(v.device.type), torch.no_grad():

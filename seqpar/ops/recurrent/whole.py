@@ -6,7 +6,8 @@
     rank 1   prepare   leave ──► pass   compute        pass: by `gather` or in a `chain`
     rank 2   prepare         ──► pass   compute
 
-Backward computes the forward's local parts again, from the inputs and from the states that entered.
+Backward computes the forward's local parts again, from the inputs and from what forward kept: the states that entered
+runs, and what the kernel keeps.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, 
     """out, the states that documents end with, and what backward needs besides the inputs. A collective."""
     assert not isinstance(call.passing, StatePipeline)
     (begin, *passes), prepared = _before(call, inputs)
-    kept = [] if call.passing is None else call.passing.forward(*passes, call.comm, tag)
-    out, states = _after(call, inputs[2], prepared, begin + kept[0] if kept else begin)
-    return out, states, kept
+    passed = [] if call.passing is None else call.passing.forward(*passes, call.comm, tag)
+    entering, kept = begin + passed[0] if passed else begin, []
+    if call.recorded:
+        *results, kept = call.kernel.keep(prepared, entering)
+    else:
+        results = call.kernel.compute(prepared, entering)
+    return *_of_rank(call, inputs[2], *results), [*kept, *passed]
 
 
 def backward(
@@ -41,9 +46,10 @@ def backward(
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
         local, prepared = _before(call, leaves)
+        kept, passed = kept[: call.kernel.keeps], kept[call.kernel.keeps :]
         begin = local[0].detach()
-        entering = (begin + kept[0] if kept else begin).requires_grad_()
-        results = _after(call, inputs[2], prepared, entering)
+        entering = (begin + passed[0] if passed else begin).requires_grad_()
+        results = _of_rank(call, inputs[2], *call.kernel.replay(prepared, entering, kept))
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         pairs = [(y, g) for y, g in zip(results, (dout, dstates), strict=True) if g is not None]
         ys, gs = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
@@ -52,7 +58,7 @@ def backward(
         dlocal = [torch.zeros_like(entering) if dentered is None else dentered]
         if call.passing is not None:
             passes = [x.detach() for x in local[1:]]
-            dlocal += call.passing.backward(*passes, kept, dlocal[0], call.comm, tag)
+            dlocal += call.passing.backward(*passes, passed, dlocal[0], call.comm, tag)
         ends = [(x, g) for x, g in zip(local, dlocal, strict=True) if x.requires_grad]
         if ends and wanted:
             ys, gs = (list(column) for column in zip(*ends, strict=True))
@@ -82,9 +88,8 @@ def _before(call: LinearCall, inputs: Sequence[Tensor | None]) -> tuple[list[Ten
     return [begin, states, maps], prepared
 
 
-def _after(call: LinearCall, like: Tensor, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's out, and the states that documents end with. like: v."""
+def _of_rank(call: LinearCall, like: Tensor, rows: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's out, and the states that documents end with, from the kernel's results. like: v."""
     order, _, _, closes, _ = call.side.on(like.device)
-    rows, left = call.kernel.compute(prepared, entering)
     out = rows.to(like.dtype)
     return out if order is None else like.new_zeros(like.shape).index_copy(0, order, out), left[closes]

@@ -137,23 +137,23 @@ def test_bytes_and_exchanges_are_what_is_predicted(plan, most, family) -> None:
 
 
 def test_a_block_is_sent_before_the_next_one_is_computed(monkeypatch) -> None:
-    plan, compute = plan_of("contiguous", (32,), 2), NativeChunks.compute
-    events: list[str] = []
+    plan, events = plan_of("contiguous", (32,), 2), []
 
-    def noted(kernel, prepared, entering):
-        events.append("compute")
-        return compute(kernel, prepared, entering)
+    def noted(method):
+        def call(*arguments):
+            if threading.current_thread().name == "rank 0":
+                events.append("compute")
+            return method(*arguments)
+
+        return call
 
     def on_rank(comm: Comm) -> None:
         post = comm.exchange
         monkeypatch.setattr(comm, "exchange", lambda *sides, tag: events.append("post") or post(*sides, tag=tag))
         counted(comm, plan, Family())
 
-    monkeypatch.setattr(
-        NativeChunks,
-        "compute",
-        lambda *arguments: noted(*arguments) if threading.current_thread().name == "rank 0" else compute(*arguments),
-    )
+    for name in ("compute", "replay"):
+        monkeypatch.setattr(NativeChunks, name, noted(getattr(NativeChunks, name)))
     with blocks(4):
         run_threads(2, lambda comm: counted(comm, plan, Family()) if comm.rank else on_rank(comm))
     # in backward rank 0 asks for the gradient of the next block before it computes one

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from seqpar.facts.value import Ints
 from seqpar.kernels.dispatch import no_cuda, triton_installed
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
 from seqpar.kernels.recurrent.triton.config import MAX_DIM
 from seqpar.kernels.recurrent.triton.tables import ChunkTables, Launched, tables_of
 from seqpar.kernels.triton import interpreted
@@ -43,7 +43,7 @@ class PreparedChunks(NamedTuple):
     inverse: Tensor
 
 
-class TritonChunks:
+class TritonChunks(Recomputed):
     """The kernels as a `seqpar.kernels.recurrent.protocol.RecurrentKernel`."""
 
     name = "triton"

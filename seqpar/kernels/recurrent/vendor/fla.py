@@ -20,7 +20,7 @@ from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
 from seqpar.kernels.recurrent.vendor.trial import fault
 from seqpar.kernels.vendor.library import LOW, outdated
 
@@ -46,7 +46,7 @@ class FlaTables:
     counts: Tensor
 
 
-class FlashLinear:
+class FlashLinear(Recomputed):
     """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`. device: where the library's kernels run."""
 
     name = "fla"
