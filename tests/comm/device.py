@@ -20,6 +20,8 @@ import random
 import tempfile
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,7 @@ class Model:
 
     def allocate(self, size, words, value):
         path = tempfile.mkstemp(prefix=f"seqpar-{os.getpid()}-{self.index}-")[1]
+        weakref.finalize(self, Path(path).unlink, missing_ok=True)
         os.truncate(path, size)
         at = self._open(path)
         for word in range(words):
@@ -105,7 +108,7 @@ class Model:
 
     def free(self, at):
         # the mapping stays: tensors may look at it
-        os.unlink(self._memory[at][1])
+        Path(self._memory[at][1]).unlink()
 
     def export(self, at):
         return list(self._memory[at][1].encode())

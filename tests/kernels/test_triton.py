@@ -31,8 +31,8 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 from seqpar.kernels import triton as package  # noqa: E402
 from seqpar.kernels.triton import Triton  # noqa: E402
 from seqpar.kernels.triton.config import (  # noqa: E402
+    CLASSES,
     GENERATIONS,
-    MAX_DIM,
     Descriptor,
     LaunchConfig,
     configure,
@@ -45,17 +45,19 @@ BASE = Case(queries=45, keys=45, heads=2, kv_heads=1, dtype=torch.float32)
 SMALL = Triton(configure=lambda d: LaunchConfig(16, 16, 4, 1))
 
 
-@given(st.integers(1, MAX_DIM))
+@given(st.integers(1, CLASSES[2][-1]))
 def test_pieces_hold_the_head_dim_and_waste_less_than_padding(dim: int) -> None:
     one, two = pieces(dim)
-    assert one + two >= dim and one > two and one >= 16
-    assert all(n & (n - 1) == 0 for n in (one, two)) and two in {0, *(1 << b for b in range(4, 8))}
+    assert one + two >= dim and (one > two or one == two == 256) and 16 <= one <= 256
+    assert all(n & (n - 1) == 0 for n in (one, two)) and two in {0, *(1 << b for b in range(4, 9))}
     assert one + two <= max(16, 1 << (dim - 1).bit_length())
-    assert sum(pieces(dim, 4)) == one + two and max(pieces(dim, 4)) <= 128
+    if dim <= CLASSES[4][-1]:
+        assert sum(pieces(dim, 4)) == one + two and max(pieces(dim, 4)) <= 128
 
 
 def test_pieces_of_common_head_dims() -> None:
     expected = {80: (64, 16), 96: (64, 32), 192: (128, 64), 112: (128, 0), 72: (64, 16), 64: (64, 0), 8: (16, 0)}
+    expected |= {256: (256, 0), 320: (256, 64), 512: (256, 256)}
     assert {d: pieces(d) for d in expected} == expected
 
 
@@ -81,6 +83,10 @@ CAST = [pytest.param(d, t) for n, d in enumerate(DIMS) for t in (torch.float32, 
 @pytest.mark.parametrize(("dims", "dtype"), some(CAST, 2))
 def test_head_dims(dims, dtype) -> None:
     suite.equals_oracle(Triton(), replace(BASE, dim=dims[0], v_dim=dims[1], dtype=dtype, splits=2, mask="packed"))
+
+
+def test_head_dims_of_two_wide_pieces() -> None:
+    suite.equals_oracle(Triton(), replace(BASE, dim=512, v_dim=320, dtype=torch.float16, splits=2, mask="packed"))
 
 
 @pytest.mark.parametrize("mask", some(["causal", "packed", "window", "bounds"], 2))
@@ -226,7 +232,9 @@ def test_refusals_say_why() -> None:
     tf32 = Triton(tf32=True)
     assert Triton().refuses(spec) is None and Triton().accuracy_loss(spec) is None
     assert "no torch.float64" in str(Triton().refuses(replace(spec, dtype=torch.float64)))
-    assert "head dims up to 256, got 320" in str(Triton().refuses(replace(spec, dim=320)))
+    assert "head dims up to 256 in torch.float32, got 320" in str(Triton().refuses(replace(spec, dim=320)))
+    half = replace(spec, dim=512, dtype=torch.float16)
+    assert Triton().refuses(half) is None and "up to 512" in str(Triton().refuses(replace(half, dim=520)))
     assert "capability 8.0 or newer, this one has 7.5" in str(
         Triton().refuses(replace(spec, device="cuda", capability=75))
     )

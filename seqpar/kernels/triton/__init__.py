@@ -42,7 +42,7 @@ from seqpar.kernels.triton.arguments import (
     seed,
     with_slopes,
 )
-from seqpar.kernels.triton.config import MAX_DIM, Descriptor, LaunchConfig, configure, generation, parts
+from seqpar.kernels.triton.config import CLASSES, Descriptor, LaunchConfig, configure, generation, parts
 from seqpar.kernels.triton.launch import Both, Launch, Prepared, kind_of_score
 from seqpar.kernels.triton.tables import key_table, query_table
 from seqpar.kernels.triton.variants import dkdv_variants, forward_variants
@@ -84,8 +84,9 @@ class Triton(Kernel):
             return f"{self.name} has no {spec.dtype}"
         if self.precision == "tf32" and spec.dtype != torch.float32:
             return f"{self.name} is for float32, got {spec.dtype}"
-        if max(spec.dim, spec.v_dim) > MAX_DIM:
-            return f"{self.name} has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
+        most = CLASSES[spec.dtype.itemsize][-1]
+        if max(spec.dim, spec.v_dim) > most:
+            return f"{self.name} has head dims up to {most} in {spec.dtype}, got {spec.dim} and {spec.v_dim}"
         return None
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 # Compute capabilities that have configurations: data centre GPUs of 8.0, 9.0 and 10.x; 86 stands for all with less
 # shared memory (8.6, 8.9, 12.x).
 GENERATIONS = (80, 86, 90, 100)
-MAX_DIM = 256
-CLASSES = {2: (64, 96, 128, 192, 256), 4: (64, 128, 256)}  # bytes of an element -> head dims that end a class
+CLASSES = {2: (64, 96, 128, 192, 256, 512), 4: (64, 128, 256)}  # bytes of an element -> head dims that end a class
 
 
 @dataclass(frozen=True)
@@ -44,24 +43,45 @@ class LaunchConfig:
 # (bm, bn, warps, stages) by generation (32: float32 on every generation) and direction, one for each class of head dims
 _TABLES: dict[int, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     80: {
-        "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
-        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
-        "dkdv": ((64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)),
+        "forward": (
+            (128, 128, 8, 3),
+            (128, 128, 8, 3),
+            (64, 128, 8, 2),
+            (32, 64, 8, 2),
+            (64, 64, 8, 2),
+            (32, 32, 8, 2),
+        ),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2), (16, 32, 8, 2)),
     },
     86: {
-        "forward": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1), (32, 64, 8, 1)),
-        "dq": ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
-        "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
+        "forward": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1), (32, 64, 8, 1), (32, 32, 8, 2)),
+        "dq": ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 8, 2), (16, 32, 8, 2)),
     },
     90: {
-        "forward": ((128, 128, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (32, 64, 4, 2)),
-        "dq": ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
-        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        "forward": (
+            (128, 128, 8, 3),
+            (128, 128, 8, 3),
+            (128, 128, 8, 2),
+            (128, 64, 8, 3),
+            (32, 64, 4, 2),
+            (32, 32, 8, 2),
+        ),
+        "dq": ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     },
     100: {
-        "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
-        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
-        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        "forward": (
+            (128, 128, 8, 3),
+            (128, 128, 8, 2),
+            (128, 64, 8, 3),
+            (128, 64, 8, 2),
+            (64, 64, 8, 2),
+            (32, 32, 8, 2),
+        ),
+        "dq": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     },
     32: {
         "forward": ((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
@@ -82,14 +102,15 @@ def pieces(dim: int, itemsize: int = 2) -> tuple[int, int]:
     """Widths of the one or two pieces that a head dim is cut into; the second is 0 if one is enough.
 
     80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64. Two pieces of 112 would take as much as one of 128, so it is padded.
-    Products of float32 keep whole rows in registers, hence 128 = 64 + 64 for them.
+    512 = 256 + 256, as a tensor descriptor loads up to 256 columns. Products of float32 keep whole rows in registers,
+    hence 128 = 64 + 64 for them.
     """
     least = 16  # of a tensor core product
     one, two = max(least, 1 << (dim.bit_length() - 1)), 0
     if dim > one:
         rest = max(least, 1 << (dim - one - 1).bit_length())
         one, two = (one, rest) if rest < one else (2 * one, 0)
-    return (one // 2, one // 2) if itemsize == 4 and one >= 128 and not two else (one, two)
+    return (one // 2, one // 2) if one >= (128 if itemsize == 4 else 512) and not two else (one, two)
 
 
 def configure(d: Descriptor) -> LaunchConfig:

@@ -25,20 +25,24 @@ def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, 
     entering, leaving, out = _states(call, inputs, arriving=True), _states(call, inputs), _like(v, call)
     if initial is not None:
         entering[:, opens] = pipeline.blocked(initial[documents].to(entering.dtype))
+    kept: dict[tuple[int, int], Sequence[Tensor]] = {}
 
     def begin(level: Level, block: int) -> Callable[[], None]:
         def finish() -> None:
             runs = at.rows(level.runs)
             mine = _parts(call, rows, level, block)
             ready = _prepared(call, level, *mine, _rates(call, rates, block), entering[block][runs])
-            part, left = call.kernel.compute(*ready)
+            if call.recorded:
+                part, left, kept[id(level), block] = call.kernel.keep(*ready)
+            else:
+                part, left = call.kernel.compute(*ready)
             leaving[block][runs] = left
             _write(call, out, level, block, part, repeats=1)
 
         return finish
 
     pipeline.run(pipeline.forth, entering, leaving, begin, call.comm, tag)
-    return out, pipeline.whole(leaving[:, closes]), [entering]
+    return out, pipeline.whole(leaving[:, closes]), [entering, *(x for key in _keys(call) for x in kept.get(key, ()))]
 
 
 def backward(
@@ -46,7 +50,9 @@ def backward(
     needs: Sequence[bool], tag: Tag,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of the inputs; None for zero. A collective."""
-    pipeline, (*rows, rates, initial), v, (entering,) = _pipeline(call), inputs, inputs[2], kept
+    pipeline, (*rows, rates, initial), v, (entering, *more) = _pipeline(call), inputs, inputs[2], kept
+    count = call.kernel.keeps
+    kept_of = {key: more[count * n : count * (n + 1)] for n, key in enumerate(_keys(call))}
     at, (_, opens, documents, closes, _) = pipeline.on(v.device), call.side.on(v.device)
     dleft, dentering = _states(call, inputs, arriving=True), _states(call, inputs)
     if dstates is not None:
@@ -58,10 +64,10 @@ def backward(
     drates = torch.zeros_like(rates, dtype=entering.dtype) if needs[5] else None
 
     def begin(level: Level, block: int) -> Callable[[], None]:
-        runs = at.rows(level.runs)
+        runs, same = at.rows(level.runs), id(pipeline.forth_of(level))
         *mine, given = _parts(call, [*rows, dout], level, block)
         gradients = recomputed(
-            lambda *xs: call.kernel.replay(*_prepared(call, level, *xs), []),
+            lambda *xs: call.kernel.replay(*_prepared(call, level, *xs), kept_of.get((same, block), ())),
             [*mine, _rates(call, rates, block), entering[block][runs]],
             [*needs[:6], True],
         )
@@ -89,6 +95,12 @@ def backward(
 def _pipeline(call: LinearCall) -> StatePipeline:
     assert isinstance(call.passing, StatePipeline)
     return call.passing
+
+
+def _keys(call: LinearCall) -> list[tuple[int, int]]:
+    """The levels and blocks of forward, in the order of what it keeps."""
+    pipeline = _pipeline(call)
+    return [(id(level), block) for level in pipeline.forth.values() for block in range(pipeline.blocks)]
 
 
 def _states(call: LinearCall, inputs: Sequence[Any], *, arriving: bool = False) -> Tensor:

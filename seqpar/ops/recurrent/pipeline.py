@@ -134,6 +134,11 @@ class StatePipeline(Memo):
         for level in (*self.forth.values(), *self.back.values()):
             self.tables(level, kernel, device)
 
+    def forth_of(self, back: Level) -> Level | None:
+        """The level on the way forth with the same runs as one on the way back, if there is one."""
+        same = (level for level in self.forth.values() if _equal(level.runs, back.runs))
+        return self.memo(("forth of", id(back)), lambda: next(same, None))  # type: ignore[no-any-return]
+
     def on(self, device: torch.device) -> Uploaded:
         """The row numbers on a device, uploaded once per stream."""
 
@@ -144,6 +149,13 @@ class StatePipeline(Memo):
             return Uploaded(dict(zip(map(id, every), row_numbers(every, device), strict=True)))
 
         return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
+
+
+def _equal(one: Rows, other: Rows) -> bool:
+    """Whether two sides have the same rows."""
+    if isinstance(one, slice) or isinstance(other, slice):
+        return isinstance(one, slice) and isinstance(other, slice) and one == other
+    return np.array_equal(one, other)
 
 
 def _nothing() -> None:

@@ -152,7 +152,7 @@ def test_a_block_is_sent_before_the_next_one_is_computed(monkeypatch) -> None:
         monkeypatch.setattr(comm, "exchange", lambda *sides, tag: events.append("post") or post(*sides, tag=tag))
         counted(comm, plan, Family())
 
-    for name in ("compute", "replay"):
+    for name in ("keep", "replay"):
         monkeypatch.setattr(NativeChunks, name, noted(getattr(NativeChunks, name)))
     with blocks(4):
         run_threads(2, lambda comm: counted(comm, plan, Family()) if comm.rank else on_rank(comm))
