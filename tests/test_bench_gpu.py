@@ -422,6 +422,31 @@ def test_a_plan_that_is_frozen_into_a_graph_is_found(monkeypatch: pytest.MonkeyP
     assert not row["ok"] and "call 0 with two: out off by" in row["refused"] and "one document" not in row["refused"]
 
 
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("binary", "found"),
+    [
+        ({"registers": 200, "spilled": 0, "shared": 90_000}, None),
+        ({"registers": 255, "spilled": 8, "shared": 90_000}, "8 bytes spilled"),
+        ({"registers": 200, "spilled": 0, "shared": 300_000}, "300000 bytes of shared memory"),
+    ],
+)
+def test_candidates_that_do_not_fit_are_left_out_by_their_binaries(monkeypatch, binary, found) -> None:
+    triton = pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    from bench.gpu import binaries, tune
+    from seqpar.kernels.triton.config import LaunchConfig
+
+    asked, config = [], LaunchConfig(128, 64, 8, 2, True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(binaries, "compiled", lambda case: asked.append(case) or binary)
+    monkeypatch.setattr(triton.runtime.driver, "reset_active", lambda: None)
+    row = tune._binary(tune.Candidate("dq", 128, config, False))
+    assert row.get("skipped") == found and {name: row[name] for name in binary} == binary
+    assert asked == [binaries.Case("dq", 128, 128, "bf16", 90, config)]
+
+
 # --- what others publish ----------------------------------------------------------------------------------------------
 
 

@@ -131,13 +131,13 @@ def _binary(candidate: Candidate) -> Row:
 
     major, minor = torch.cuda.get_device_capability()
     made_for = generation(10 * major + minor)
-    case = compile.Case(candidate.direction, candidate.dim, candidate.dim, "bf16", made_for, candidate.config)
+    case = binaries.Case(candidate.direction, candidate.dim, candidate.dim, "bf16", made_for, candidate.config)
     row = binaries.compiled(case)
     triton.runtime.driver.reset_active()  # back from the absent device to this one
     if "error" in row:
         return {"offline": row["error"]}
     used = {name: row[name] for name in ("registers", "spilled", "shared")}
-    if used["shared"] > compile.SHARED[made_for]:
+    if used["shared"] > binaries.SHARED[made_for]:
         return used | {"skipped": f"{used['shared']} bytes of shared memory"}
     return used | ({"skipped": f"{used['spilled']} bytes spilled"} if used["spilled"] else {})
 
