@@ -132,7 +132,7 @@ def compiled(case: Case) -> dict[str, Any]:
         made = _binary(case, config)
     except Exception as error:
         while error.__cause__ is not None:
-            error = error.__cause__  # type: ignore[assignment]
+            error = error.__cause__
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
     products = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", made.asm["ptx"]))
     return row | usage(made.asm["cubin"]) | {"shared": made.metadata.shared, "tensor_core_instructions": products}

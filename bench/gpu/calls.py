@@ -352,7 +352,7 @@ def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label
 def _of_kernel(kernel: Kernel, call: CallSpec, problem: Problem, alone: bool) -> OfKernel:
     if alone and isinstance(kernel, Segmented):
         options = {"deterministic": call.deterministic, "merges": call.merges or call.until}
-        return OfKernel(Segmented(kernel.library, rest=Nobody(), **options), problem)  # type: ignore[arg-type]
+        return OfKernel(Segmented(kernel.library, rest=Nobody(), **options), problem)
     return OfKernel(fitted(kernel, call), problem)
 
 

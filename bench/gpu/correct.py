@@ -426,7 +426,7 @@ def launches() -> None:
     """A few small launches of every Triton attention kernel, whose results are not compared."""
     device = torch.device("cuda")
     for options in ({}, {"mask": "bounds", "splits": 2, "striped": True, **OPTIONS[-1]}):
-        check = Check("triton", queries=200, keys=200, **options)  # type: ignore[arg-type]
+        check = Check("triton", queries=200, keys=200, **options)
         tensors = _inputs(check, device)
         run(_kernel(check, tensors)[0], check, tensors)
     torch.cuda.synchronize()

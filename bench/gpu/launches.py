@@ -135,8 +135,8 @@ def process(calls: int = 200) -> Figures:
     stub.keeps = False
     triton.runtime.driver.set_active(stub)
     package._processors = lambda device: 1  # so that no key tile's work is split: its sums would be the CPU's
-    softmax.on_triton = lambda x: True
-    Triton.refuses = lambda self, spec: None  # type: ignore[method-assign]
+    softmax.on_triton = lambda x: True  # type: ignore[attr-defined]
+    Triton.refuses = lambda self, spec: None
     kernel = next(each for each in KERNELS if each.name == "triton")
     assert isinstance(kernel, Triton)
     kernel.configure = lambda descriptor: configure(replace(descriptor, generation=GENERATION))
@@ -155,7 +155,7 @@ def figures_of(tree: Path) -> Figures:
     environment = before.environment(tree, Path(__file__).parent) | {"OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, check=True, stdout=subprocess.PIPE)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:

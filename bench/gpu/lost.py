@@ -42,7 +42,7 @@ def rank_main(
     torch.set_num_threads(1)
     if not rehearse:
         torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group("gloo" if rehearse else "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
     comm = seqpar.GroupComm(timeout=timeout)
     rows, heads, dim = (8, 2, 8) if rehearse else (4096, 32, 128)
@@ -74,7 +74,7 @@ def rank_main(
 def lose(fault: str, size: int, timeout: float, *, rehearse: bool) -> Row:
     """The row of one run."""
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     began = context.Value("d", 0.0)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
@@ -98,7 +98,7 @@ def lose(fault: str, size: int, timeout: float, *, rehearse: bool) -> Row:
         for reading in wait(list(waiting), 0.2):
             rank = waiting.pop(reading)
             try:
-                heard[rank] = reading.recv()
+                heard[rank] = reading.recv()  # type: ignore[call-arg]
             except EOFError:
                 ranks[rank].join(5.0)
                 heard[rank] = None, f"ended with exit code {ranks[rank].exitcode} and said nothing"

@@ -370,7 +370,7 @@ def measured(comm: Comm, args: argparse.Namespace, opened: Row | None = None) ->
     """The new rows, on every rank; rank 0 writes and prints them. A collective."""
     machine = Machine(rehearsal=args.rehearse, minutes=args.minutes)
     if args.rehearse:
-        machine.wait = lambda: None  # type: ignore[method-assign]
+        machine.wait = lambda: None
     world = World(comm, machine, opened)
     variables: dict[str, Any] = {"shared": args.shared}
     variables |= {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}

@@ -214,7 +214,8 @@ def _exchange(size: int, machine: Machine) -> Iterator[Row]:
     with ThreadPoolExecutor(2) as ranks:
         cudas = [_device(machine, rank, 2) for rank in range(2)]
         pool = max(4 * size, 1 << 20)
-        comms = list(ranks.map(lambda *each: PeerComm.over(*each, pool, 20.0), LocalComm.world(2), cudas))
+        made = lambda control, cuda: PeerComm.over(control, cuda, pool, 20.0)  # noqa: E731
+        comms = list(ranks.map(made, LocalComm.world(2), cudas))
         sent = [torch.ones(size // 4, device=machine.device) for _ in comms]
         got = [comm.empty((size // 4,), torch.float32, machine.device) for comm in comms]
 

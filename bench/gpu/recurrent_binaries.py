@@ -58,7 +58,7 @@ def compiled(case: Case) -> list[dict[str, Any]]:
             _call(case)
         except Exception as error:
             while error.__cause__ is not None:
-                error = error.__cause__  # type: ignore[assignment]
+                error = error.__cause__
             return [row | {"error": f"{type(error).__name__}: {error}"[-300:]}]
     return [
         row | {"kernel": name, **usage(made.asm["cubin"]), "shared": made.metadata.shared}
@@ -82,7 +82,7 @@ def _call(case: Case) -> None:
     prepared = kernel.prepare(Recurrence(q, k, v, decay, decay if case.delta else None, 1.0), tables)
     entering = torch.zeros(len(RUNS), HEADS, case.dim, case.values)
     part = kernel.compute if case.part == "compute" else kernel.leave
-    sum(y.float().sum() for y in part(prepared, entering)).backward()  # type: ignore[union-attr]
+    sum(y.float().sum() for y in part(prepared, entering)).backward()
 
 
 def main() -> int:

@@ -107,11 +107,11 @@ class Sdpa(Peer):
 class _Deterministic:
     def __enter__(self) -> None:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 class Flex(Peer):

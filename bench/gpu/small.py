@@ -45,7 +45,7 @@ def _share(name: str, make: Callable[[Machine, int], dict[str, Run]], rows: int,
 def _merge(machine: Machine, rows: int) -> dict[str, Run]:
     from seqpar.kernels.softmax import merge_
 
-    runs = {}
+    runs: dict[str, Run] = {}
     for dtype in (torch.bfloat16, torch.float32):
         acc, part = _random(machine, rows, 8, 128), _random(machine, rows, 8, 128, dtype=dtype)
         lse, part_lse = (torch.randn(8, rows, device=machine.device) for _ in range(2))
@@ -108,7 +108,7 @@ def _rotary(machine: Machine, rows: int) -> dict[str, Run]:
     x = _random(machine, rows, 32, 128, dtype=torch.bfloat16)
     positions = torch.arange(rows, device=machine.device)
     frequencies = 10000.0 ** -(torch.arange(64, device=machine.device) / 64)
-    runs = {}
+    runs: dict[str, Run] = {}
     for interleaved in (False, True):
         run = partial(rotate, x, positions, frequencies, interleaved=interleaved)
         runs["neighbours" if interleaved else "halves"] = run, 2.0 * x.nbytes + positions.nbytes
