@@ -96,7 +96,7 @@ def soak(first: Any, seconds: float, samples: int) -> dict[str, Any]:
             # earlier comms are freed, so that samples are comparable
             comm = first
             found.append({"seconds": round(passed, 1), **counts()})
-        if passed >= seconds:
+        if passed >= seconds and all(ran.values()):  # the draws, so the counts, are those of all ranks
             return {"ran": ran, "samples": found}
         if draw.random() < 0.2:
             kinds += 1

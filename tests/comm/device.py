@@ -17,11 +17,9 @@ import mmap
 import os
 import queue
 import random
-import tempfile
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -90,10 +88,10 @@ class Model:
     # memory
 
     def allocate(self, size, words, value):
-        path = tempfile.mkstemp(prefix=f"seqpar-{os.getpid()}-{self.index}-")[1]
-        weakref.finalize(self, Path(path).unlink, missing_ok=True)
-        os.truncate(path, size)
-        at = self._open(path)
+        file = os.memfd_create("seqpar-model")  # of this process: none is left if it is killed
+        self._close = weakref.finalize(self, os.close, file)
+        os.truncate(file, size)
+        at = self._open(f"/proc/{os.getpid()}/fd/{file}")
         for word in range(words):
             self._word(at + 4 * word).value = self.promised[at + 4 * word] = value
         self.base = at
@@ -108,14 +106,14 @@ class Model:
 
     def free(self, at):
         # the mapping stays: tensors may look at it
-        Path(self._memory[at][1]).unlink()
+        self._close()
 
     def export(self, at):
-        return list(self._memory[at][1].encode())
+        return list(f"{self.index} {self._memory[at][1]}".encode())
 
     def map(self, handle):
-        path = bytes(handle).decode()
-        if int(path.split("-")[2]) in self.unreachable:
+        index, path = bytes(handle).decode().split()
+        if int(index) in self.unreachable:
             raise RuntimeError("cudaIpcOpenMemHandle: CUDA error 217, peer access is not supported\nmore")
         self._mapped = True
         return self._open(path)
