@@ -77,16 +77,19 @@ def test_all_parts_and_gradients(kernel, decay, beta, strength) -> None:
     assert max(differences(parts(kernel, family), expected(family))) < 1e-12
 
 
+@pytest.mark.parametrize("counts", [COUNTS, np.array([20, 3, 20, 20])], ids=["long", "short"])
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
 @pytest.mark.parametrize("kernel", [*KINDS, pytest.param(TokenByToken(), id="reference")])
-def test_a_replay_has_the_bits_of_the_gradients(kernel, decay, beta) -> None:
-    family, entering = Family(decay, beta, dim=9, values=5, unit=True), torch.ones(len(COUNTS), 4, 9, 5).double()
-    leaves = [x if x is None else x.requires_grad_() for x in (*family.inputs(Mask(COUNTS))[:5], entering)]
-    tables = kernel.tables(COUNTS, EXPORTED, torch.device("cpu"))
+def test_a_replay_has_the_bits_of_the_gradients(kernel, decay, beta, counts) -> None:
+    family, entering = Family(decay, beta, dim=9, values=5, unit=True), torch.ones(len(counts), 4, 9, 5).double()
+    leaves = [x if x is None else x.requires_grad_() for x in (*family.inputs(Mask(counts))[:5], entering)]
+    tables = kernel.tables(counts, EXPORTED, torch.device("cpu"))
     prepared = kernel.prepare(Recurrence(*leaves[:5], 0.3), tables)
     with torch.no_grad():
         *kept_results, kept = kernel.keep(prepared, entering)
     assert len(kept) == kernel.keeps
+    # 8 chunks of 280 rows in all; 4 chunks of 63 rows are not half full
+    assert [len(x) for x in kept] == [8 if counts is COUNTS else 0] * kernel.keeps
     results = kernel.compute(prepared, entering)
     assert all(torch.equal(x, y) for x, y in zip(kept_results, results, strict=True))
     given = [x for x in leaves if x is not None]

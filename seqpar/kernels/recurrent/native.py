@@ -39,6 +39,11 @@ class NativeRuns:
         arrays = (begin, end, chunk[:-1], np.argsort(begin - end, kind="stable"))
         return cls([torch.tensor(x, dtype=torch.int64) for x in arrays], int(chunk[-1]))
 
+    @property
+    def full(self) -> bool:
+        """Whether chunks have at least half of their rows in the mean; those of short documents have fewer."""
+        return 2 * int((self.tables[1] - self.tables[0]).sum()) >= CHUNK * self.chunks
+
     def entered(self, entering: Tensor) -> Tensor:
         """Memory for the states that enter chunks."""
         return entering.new_empty(self.chunks, *entering.shape[1:])
@@ -108,8 +113,10 @@ class NativeChunks:
     def keep(
         self, prepared: tuple[Recurrence, NativeTables], entering: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """See `RecurrentKernel`; the states that enter chunks."""
+        """See `RecurrentKernel`; the states that enter chunks, or none of them if there are many for few rows."""
         x, tables = prepared
+        if not tables.every.full:
+            return *self.compute(prepared, entering), [entering[:0]]
         entered = tables.every.entered(entering)
         return *self._states(x, tables.every, entering, reads=True, entered=entered), [entered]
 
@@ -118,7 +125,7 @@ class NativeChunks:
     ) -> tuple[Tensor, Tensor]:
         """See `RecurrentKernel`; the states that enter chunks are computed again if they were not kept."""
         x, tables = prepared
-        if kept:
+        if kept and len(kept[0]):
             (entered,) = kept
         else:
             entered = tables.every.entered(entering)
