@@ -36,13 +36,18 @@ def run_threads(
     """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of a `LocalComm.world`.
 
     delay, timeout, direct, node: as in `LocalComm.world`. Threads share torch's global random generator: use your own.
+    Where torch computes with one thread (``torch.set_num_threads(1)``, best for the small tensors of tests), the ranks
+    share one core of Linux: on several, most of their time would go into waiting for Python's lock.
 
     Raises: the exception of the rank that failed first, after all others are aborted and joined.
     """
     comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct, node=node)
     finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
+    core = _own_core() if size > 1 and torch.get_num_threads() == 1 else None
 
     def rank_main(comm: LocalComm) -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # of this thread alone
         # otherwise all ranks' backward passes share one engine thread, and a waiting rank blocks its peer
         with torch.autograd.set_multithreading_enabled(False):
             try:
@@ -72,6 +77,14 @@ def run_threads(
     if first is not None:
         raise first
     return [results[rank] for rank in range(size)]
+
+
+def _own_core() -> int | None:
+    """The core that the calling thread runs on; None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/thread-self/stat", encoding="utf-8") as file:
+        return int(file.read().rpartition(")")[2].split()[36])
 
 
 def run_processes(
