@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(or $(wildcard $(READY)),$(SMALL))
 	$(BIN)/seqpar demo $(ARGS)
 
-test: $(READY) $(OLDEST_TRITON) $(TIMM)
+test: $(READY) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # the geometry, and a case of every op and comm: a minute, for who changes something
@@ -88,7 +88,7 @@ $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-# The oldest supported Triton, beside the installed one: the tests compile the GPU kernels with both.
+# The oldest supported Triton, beside the installed one: `make exhaustive` compiles the GPU kernels with both.
 $(VENV)/triton-3.6: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 

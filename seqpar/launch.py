@@ -26,6 +26,9 @@ import torch.distributed as dist
 from seqpar.comm import GroupComm, LocalComm, PeerError, ShmComm
 
 COMMS: dict[str, Callable[..., Any]] = {"gloo": GroupComm, "shm": ShmComm}
+# modules that ranks are forked with; a program adds its own before the first `run_processes`. The last of these is what
+# torch loads at the first call of a verb.
+PRELOADED = ["torch.distributed", "seqpar.launch", "torch.fx.experimental.symbolic_shapes"]
 _pools: dict[tuple[int, bool], _Pool] = {}  # world size, whether on GPUs -> idle processes, kept for the next call
 
 
@@ -203,8 +206,7 @@ def serve_forks(context: Any) -> None:
     """Start the server that ranks are forked from, unless it runs, with the modules and the path that ranks need."""
     from multiprocessing import forkserver, resource_tracker  # not on every system
 
-    # the last one is what torch loads at the first call of a verb
-    context.set_forkserver_preload(["torch.distributed", "seqpar.launch", "torch.fx.experimental.symbolic_shapes"])
+    context.set_forkserver_preload(PRELOADED)
     before = os.environ.get("PYTHONPATH")
     # before Python 3.12 the server does not inherit this process's sys.path
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -18,6 +18,8 @@ GUIDES = {  # each has a program that trains
     "batches", "diffusers", "dsp", "first-steps", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent",
     "trainer", "transformers", "trees", "trl",
 }  # fmt: skip
+# whose programs `make exhaustive` runs: tests/ecosystem and others have what they show
+LONG = {"batches", "grpo", "lightning", "own-kernels", "peft", "trees", "trl"}
 NEEDS = {"lightning": "lightning", "peft": "peft", "trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # in one process, and what it prints if the page shows that
@@ -44,13 +46,21 @@ def test_no_page_has_code_that_is_not_run(page: Path) -> None:
     assert fences <= {"python program", "python program of 4 ranks", "python script"}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem in GUIDES], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, id=p.stem, marks=[pytest.mark.exhaustive] if p.stem in LONG else [])
+        for p in PAGES
+        if p.stem in GUIDES
+    ],
+)
 def test_its_program_trains_on_two_ranks_as_on_one(page: Path, programs: Programs, tmp_path: Path) -> None:
     if page.stem in NEEDS:
         pytest.importorskip(NEEDS[page.stem])
     check_trains_alike(PROGRAM.findall(page.read_text())[0], 2, programs, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(programs: Programs, tmp_path: Path) -> None:
     (program,) = MESHED.findall((ROOT / "docs" / "fsdp.md").read_text())
     check_trains_alike(program, 4, programs, tmp_path)

@@ -73,6 +73,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / archive.name.removesuffix(".tar.gz")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="the extension is for Linux")
 @pytest.mark.timeout(TIMEOUT)
 def test_a_wheel_made_of_the_sdist_brings_the_compiled_kernels(source: Path, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_without_a_compiler_the_sdist_installs_and_works_in_python(source: Path,
     assert found["kernel"] == "aten"
 
 
+@pytest.mark.exhaustive
 def test_a_clone_in_the_working_directory_does_not_hide_an_editable_install(source: Path, tmp_path: Path) -> None:
     clone = tmp_path / "work" / "seqpar"  # a folder of the package's name, which Python takes for a namespace
     shutil.copytree(source, clone)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_no_sanitizer_finds_anything() -> None:
     command = [sys.executable, "setup.py", "--quiet", "sanitize"]

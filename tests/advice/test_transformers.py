@@ -359,6 +359,7 @@ def test_a_comm_is_given() -> None:
         assert is_right(model)
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_made_parallel_before_it_is_compiled() -> None:
     with advised(
         ValueError, "call parallelize(model, comm), with average_over where gradients are averaged, and then {}(model)"

@@ -60,6 +60,7 @@ def compiled(comm: Comm, how: str) -> dict[str, Tensor]:
     return gradients(model, GRID)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_stage_gives_the_same_numbers() -> None:
     want = gradients(made(Weather, (5, 7), 8, 1), GRID)
     compared(run_processes(2, compiled, "before"), want)

@@ -11,6 +11,7 @@ from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.costs import Costs
 from seqpar.dsp.plan import StageChoice
 from seqpar.testing import run_processes, run_threads
+from tests.cases import some
 from tests.dsp.cases import clip, latte
 from tests.dsp.models import FREE, SHARDED, compared, gradients
 
@@ -27,7 +28,7 @@ def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple
     return found, str([c.sharding for c in plan.choices]), plan.exchanges
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpoint"])
+@pytest.mark.parametrize("how", some(["plain", "checkpoint"], 2))
 @pytest.mark.parametrize(
     "size, frames, count, ranks",
     [(6, 5, 2, 2), (6, 5, 2, 3), (6, 5, 1, 4), (6, 5, 2, 6), (6, 3, 1, 8), (6, 1, 1, 3), (6, 1, 2, 4), (2, 3, 1, 2),
@@ -53,6 +54,7 @@ def test_frames_of_other_heights_than_widths() -> None:
     compared(run_threads(4, oblong), want)
 
 
+@pytest.mark.exhaustive
 def test_it_is_so_on_processes() -> None:
     want = gradients(latte(), clip())
     compared([rank for rank, *_ in run_processes(3, on_a_rank, 6, 5, 2, "checkpoint")], want)

@@ -259,6 +259,7 @@ def test_a_hundred_stages_of_four_dimensions() -> None:
     assert len(plan.choices) == 100 and retold(plan) == pytest.approx(plan.seconds)
 
 
+@pytest.mark.exhaustive
 def test_equal_ways_are_cut_alike_in_every_process() -> None:
     """Sets of names come in another order in every process, and ranks are processes."""
     code = (

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 def test_a_few_seconds_of_every_verb_leave_nothing_behind(tmp_path):
     path = tmp_path / "soak.json"
     command = [sys.executable, "-m", "bench.cpu.soak", "--rehearse", "--ranks", "2", "--json", path]

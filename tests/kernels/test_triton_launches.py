@@ -44,6 +44,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "off alignment": {"stored": "odd"},
     "expanded rows": {"stored": "expanded"},
 }
+SOME = list(LAUNCHES.items())[1::5]  # in CI
 
 
 def run(what: str) -> str:
@@ -57,10 +58,10 @@ def run(what: str) -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("which", ["half", pytest.param("all in both dtypes", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("which", ["some", pytest.param("all in both dtypes", marks=pytest.mark.exhaustive)])
 def test_unusual_launches_compile_and_are_prepared_once(which: str) -> None:
-    """Half of them, in turn in either dtype, or all of them in both."""
-    assert run(which).split()[-1] == str(3 * (len(LAUNCHES) // 2 if which == "half" else 2 * len(LAUNCHES)))
+    """Some, in turn in either dtype, or all of them in both."""
+    assert run(which).split()[-1] == str(3 * (len(SOME) if which == "some" else 2 * len(LAUNCHES)))
 
 
 def test_all_variants_are_compiled_with_the_first_launch() -> None:
@@ -86,9 +87,9 @@ def compile_all(which: str) -> int:
     triton.runtime.driver.set_active(stub)
     JITFunction.run = counted
     dtypes = (torch.bfloat16, torch.float32)
-    chosen = list(LAUNCHES.items())[1::2] if which == "half" else LAUNCHES.items()
+    chosen = SOME if which == "some" else LAUNCHES.items()
     for place, (name, changes) in enumerate(chosen):
-        for dtype in dtypes[place % 2 :][:1] if which == "half" else dtypes:
+        for dtype in dtypes[place % 2 :][:1] if which == "some" else dtypes:
             first, again, unprepared = launches_of(dtype, **changes)
             for step in range(3):
                 launches += 1

@@ -15,6 +15,7 @@ from seqpar.facts.mask import Mask
 from seqpar.nn import Attention, MultiheadAttention
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
+from tests.cases import some
 from tests.nn.decoder import Decoder, decoder, loss_of, rows
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
@@ -63,7 +64,7 @@ def compare(comm: Comm, by: str, count: int) -> int:
     return max(counter.frame_count for counter in counters)
 
 
-@pytest.mark.parametrize("by", ["surrounding", "bound", "handle", "objects"])
+@pytest.mark.parametrize("by", some(["surrounding", "bound", "handle", "objects"], 2))
 def test_a_decoder_layer_is_compiled_at_most_once_more(by) -> None:
     assert compare(LocalComm(), by, 20) <= 2
 
@@ -77,6 +78,7 @@ def test_processes() -> None:
     assert max(run_processes(2, on_a_rank)) <= 2
 
 
+@pytest.mark.exhaustive
 def test_inductor() -> None:
     comm, counter, layer = LocalComm(), CompileCounterWithBackend("inductor"), Attention(window=(3, None))
     run = torch.compile(lambda q: layer(q.sin(), q, q).cos(), backend=counter, fullgraph=True)

@@ -391,6 +391,7 @@ def test_a_decoder_layer_is_one_graph_for_all_batches() -> None:
 
 
 @pytest.mark.usefixtures("no_graphs")
+@pytest.mark.exhaustive
 def test_a_whole_model_can_be_compiled() -> None:
     model, batch = build("llama", num_hidden_layers=1), padded(generator(), [9, 14], left=True)
     reference = copy.deepcopy(model)

@@ -17,6 +17,7 @@ import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.integrations.hf.recurrent.mixers import mixers
 from seqpar.testing import run_processes, run_threads
+from tests.cases import some
 from tests.integrations.hf.hybrids import alone, build, check, contiguous, each_alone, gradients, on_ranks, zigzag
 from tests.integrations.hf.models import batches, holes, kept, packed, padded
 
@@ -141,6 +142,7 @@ def _grads(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, p.grad) for name, p in model.named_parameters()]
 
 
+@pytest.mark.exhaustive
 def test_layers_may_be_sharded() -> None:
     names = ["mamba2", "qwen3_next"]
     ranks = run_processes(RANKS, sharded, names)
@@ -169,7 +171,7 @@ def recurrent_layer(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.usefixtures("no_graphs")
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2", "jamba", "recurrent_gemma"])
+@pytest.mark.parametrize("name", some(["qwen3_next", "mamba2", "lfm2", "jamba", "recurrent_gemma"], 5))
 def test_a_layer_is_one_graph_for_all_batches(name: str) -> None:
     model, counter = build(name, **DENSE[name]), CompileCounterWithBackend("aot_eager")
     eager = copy.deepcopy(model)
@@ -202,6 +204,7 @@ def compiled(comm: Comm, names: list[str]) -> list[tuple[float, dict[str, Tensor
     return found
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_find_the_plan_of_their_forward() -> None:
     names = ["mamba2", "qwen3_next"]
     ranks = run_processes(RANKS, compiled, names)

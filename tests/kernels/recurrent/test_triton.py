@@ -20,6 +20,7 @@ from seqpar.facts.mask import Mask
 from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentSpec, choose
 from seqpar.plan import Plan
 from seqpar.testing import dense_linear_attention, relative_rms, run_processes
+from tests.cases import some
 from tests.kernels.recurrent.cases import Case, errors, results
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -85,7 +86,7 @@ def test_keys_of_other_lengths_than_one() -> None:
         assert relative_rms(x.double(), z) <= 4 * relative_rms(y.double(), z) + 1e-6
 
 
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.parametrize(("decay", "beta"), some([pytest.param(*family) for family in FAMILIES], 3))
 def test_a_run_changes_no_bit_of_another(decay, beta) -> None:
     case = replace(BASE, runs=(20, 30, 70), decay=decay, beta=beta)
     inputs = case.inputs()
@@ -162,7 +163,7 @@ def on_a_rank(comm, plan: Plan, tensors, weights, normalize: bool) -> list[torch
     return [x.detach() for x in (out, *(x.grad for x in mine))]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", some([False, True], 2))
 def test_linear_attention_on_ranks(normalize) -> None:
     plan = Plan(Mask([30, 9, 50]), seqpar.Layout.zigzag([30, 9, 50], 2))
     case = replace(BASE, runs=(30, 9, 50))

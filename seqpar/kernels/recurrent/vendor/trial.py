@@ -5,6 +5,7 @@ A library may return a last state that has no gradient, or one with the gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -73,9 +74,9 @@ def _computed(kernel: RecurrentKernel, spec: RecurrentSpec, dtype: torch.dtype) 
     found: dict[str, Tensor | None] = {}
     for name, y in {"the state of a run": state, "its map": mapped, "out": out, "the last state": last}.items():
         found[name] = y.detach() if y.any() else None
-        for of, leaf in inputs.items():
-            grad = None
-            if y.requires_grad:
-                (grad,) = torch.autograd.grad(y.sum(), [leaf], allow_unused=True, retain_graph=True)
+        grads: Sequence[Tensor | None] = [None] * len(inputs)
+        if y.requires_grad:
+            grads = torch.autograd.grad(y.sum(), [*inputs.values()], allow_unused=True, retain_graph=True)
+        for of, grad in zip(inputs, grads, strict=True):
             found[f"the gradient of {name} by {of}"] = grad if grad is not None and grad.any() else None
     return found
