@@ -33,7 +33,7 @@ quick: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
 exhaustive: $(READY) $(OLDEST_TRITON) $(TIMM)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m exhaustive --timeout 0 --hypothesis-profile=search $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "exhaustive or hypothesis" --timeout 0 --hypothesis-profile=search $(ARGS)
 
 # ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
 soak: $(READY)
@@ -78,23 +78,24 @@ lint: $(READY)
 setup: $(READY) $(OLDEST_TRITON) $(TIMM)
 
 # A stamp for each set of extras: a second call is instant, and a change of what is installed sets up again. torch comes
-# first and pinned, and the build is not isolated, so nothing can pull a second torch.
+# first and pinned, and the build is not isolated, so nothing can pull a second torch. Python compiles what is imported;
+# to compile all that is installed would take a minute.
 $(READY): EXTRAS := dev
 $(SMALL): EXTRAS := cli,plot
 $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"seqpar needs Python >= 3.10, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=... chooses another")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt setuptools wheel numpy torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
 # The oldest supported Triton, beside the installed one: `make exhaustive` compiles the GPU kernels with both.
 $(VENV)/triton-3.6: | $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ triton==3.6.0
 
 # timm and the torchvision that it needs, beside what is installed: pyproject.toml says why.
 $(TIMM): constraints.txt | $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
 	@touch $@
 
 clean:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from seqpar.facts.layout import Layout
@@ -22,6 +23,11 @@ ENDING = ("tree", "nodes", "ends", "cross_ends")
 SEVERAL = ("union", "lambda", "slices", "table")
 EVERY = MASKS + ENDING + SEVERAL
 LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
+
+
+def examples(count: int) -> settings:
+    """So many examples of a property in `make exhaustive`; in CI as many of each hundred as its profile says."""
+    return settings(max_examples=max(5, count * settings.default.max_examples // 100))
 
 
 def some(values: Sequence[Any], every: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Ranks as threads share the machine's cores: a time limit for each example would only measure who else runs.
 # The examples are the same every time, so that what was green stays green; --hypothesis-profile=search looks for more.
 settings.register_profile(
-    "seqpar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.register_profile("search", settings.get_profile("seqpar"), derandomize=False)
+    "seqpar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True,
+    max_examples=33,
+)  # fmt: skip
+settings.register_profile("search", settings.get_profile("seqpar"), derandomize=False, max_examples=100)
 settings.load_profile("seqpar")
 
 
@@ -54,7 +56,7 @@ QUICK = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first, each in its own order; the tests of `QUICK` marked."""
+    """Longest files first, each in its own order; the tests of `QUICK` marked, and what CI leaves out of samples."""
     top = Path(__file__).parent
     places = {top / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -62,6 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(quick):
             item.add_marker(pytest.mark.quick)
+    seen = Counter[str]()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and item.get_closest_marker("exhaustive") is None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            seen[test] += 1
 
 
 def pytest_runtest_setup() -> None:

@@ -78,6 +78,7 @@ def read(path: Path) -> list[Row]:
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
+@pytest.mark.exhaustive
 def test_the_comms_are_timed_beside_each_other(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "comm.json"
     flags = ["--ranks", "2", "--bytes", "65536", "--repeat", "2", "--hops", "3", "--json", path]

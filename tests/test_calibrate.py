@@ -35,6 +35,7 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_is_measured_and_its_file_loads(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
     command = [sys.executable, "-m", "seqpar", "calibrate", "--quick", "--device", "cpu", "--out", str(out), "--json"]

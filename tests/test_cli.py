@@ -453,6 +453,7 @@ def test_run_starts_ranks_and_hands_arguments_on(tmp_path: Path) -> None:
     [("sys.exit(7)", 7, "exited with 7"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")],
     ids=["exit", "signal"],
 )
+@pytest.mark.sampled(2)
 def test_run_returns_the_code_of_the_rank_that_failed_and_ends_the_others(
     tmp_path: Path, ending: str, code: int, how: str
 ) -> None:
@@ -500,6 +501,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     [(signal.SIGINT, 1, 130), (signal.SIGINT, 3, 130), (signal.SIGTERM, 1, 143)],
     ids=["ctrl-c", "ctrl-c-thrice", "terminate"],
 )
+@pytest.mark.sampled(3)
 def test_an_interruption_leaves_no_process_behind(tmp_path: Path, sent: int, times: int, code: int) -> None:
     # Rank 0 sits inside a collective that never completes, where Python's own SIGINT handler would not run.
     (tmp_path / "script.py").write_text(BLOCKED, encoding="utf-8")

@@ -59,6 +59,7 @@ USAGE = ["plan", "--help"]
 FULL = "cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.exhaustive
 def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawing = [*SMALL, "--plot", str(tmp_path / "x.png")]

@@ -49,6 +49,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("ranks", some([2, 1], 2))
+@pytest.mark.sampled(2)
 def test_a_method_agrees_with_dense_attention(name: str, ranks: int, programs: Programs, tmp_path: Path) -> None:
     script = EXAMPLES / f"{name}.py"
     printed = [programs.alone(script, tmp_path)] if ranks == 1 else programs.ranks(ranks, script, tmp_path)
@@ -68,7 +69,7 @@ def test_a_method_agrees_with_dense_attention(name: str, ranks: int, programs: P
             ("--layout", "striped", "--transport", "ring", "--dtype", "bfloat16", "--comm", "gloo"),
             marks=pytest.mark.exhaustive,
         ),
-        ("--model", "hybrid"),
+        pytest.param(("--model", "hybrid"), marks=pytest.mark.exhaustive),
         pytest.param(("--model", "hybrid", "--layout", "zigzag", "--dtype", "bfloat16"), marks=pytest.mark.exhaustive),
         pytest.param(
             ("--layout", "contiguous", "--transport", "gather", "--ulysses", "2", "--dtype", "float64"),
@@ -103,6 +104,7 @@ def test_the_demo_trains_as_one_process_does(flags: tuple[str, ...], programs: P
 
 
 @pytest.mark.parametrize("launcher", some(["torchrun", "python"], 2))
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_no_process_behind(launcher: str, tmp_path: Path) -> None:
     flags = ("--steps", "10000", "--tokens", "512", "--out", tmp_path / "marker.png")
     command = torchrun(2, "demo.py", *flags) if launcher == "torchrun" else alone("demo.py", "--ranks", 2, *flags)

@@ -10,7 +10,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,17 +36,15 @@ SOURCES = [
 WORDS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def prose(path: Path) -> list[tuple[int, str]]:
     """The lines of a file's comments and strings, by number."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        for number, line in enumerate(text.splitlines(), 1):
-            yield number, line.partition("//")[2]
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in WORDS:
-            for offset, line in enumerate(token.string.splitlines()):
-                yield token.start[0] + offset, line
+        return [(number, line.partition("//")[2]) for number, line in enumerate(text.splitlines(), 1)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    words = [(token.start[0], token.string) for token in tokens if token.type in WORDS]
+    return [(first + offset, line) for first, string in words for offset, line in enumerate(string.splitlines())]
 
 
 @pytest.mark.parametrize("pattern", PHRASES)

@@ -11,13 +11,14 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, plan_batch
 from seqpar.planner import Hardware, ModelShape
 from seqpar.planner.cost import counted, ticks
 from seqpar.planner.problem import STAGE_BYTES
+from tests.cases import examples
 
 SHAPE = replace(ModelShape.preset("llama-8b"), layers=2)
 LENGTHS = st.lists(st.sampled_from([1, 7, 100, 900, 3000, 40_000, 90_000]), min_size=24, max_size=60)
@@ -59,7 +60,7 @@ def test_a_group_that_shares_documents_costs_what_its_layout_does(lengths: list[
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=8)
+@examples(8)
 @given(LENGTHS, st.sampled_from([2, 8, 16]), st.sampled_from(["h100", "h100-100g"]))
 def test_every_policy_places_every_document_and_none_beats_the_bound(
     name: str, lengths: list[int], ranks: int, hardware: str

@@ -40,6 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     assert len(pages) > 10
@@ -61,6 +62,7 @@ def exported(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", PUBLIC)
+@pytest.mark.exhaustive
 def test_the_reference_has_every_public_name(module: str, site: Path) -> None:
     # mkdocstrings' inventory, as Sphinx writes it: four lines of text, then compressed lines "name role ..."
     lines = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()

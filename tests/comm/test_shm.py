@@ -28,6 +28,7 @@ def run(size, fn, *args, timeout=120.0):
 
 
 @pytest.mark.parametrize(("size", "steps", "delayed"), [(2, 2500, False), (3, 800, True), (4, 400, True)])
+@pytest.mark.sampled(3)
 def test_random_schedules_equal_the_model(size, steps, delayed):
     results = run(size, shm_cases.model, size, steps, delayed)
     for wrong, taken, staged, epoch in results:
@@ -106,6 +107,7 @@ KILLED = "rank 1: its process died with exit code -9"
         *((name, times) for name in ("shm_bell", "shm_arrived", "shm_wait") for times in (61, 62)),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_rank_killed_at_any_step_ends_the_others(tmp_path, name, times):
     messages = errors(tmp_path, shm_cases.killed, name, times, match=KILLED)
     assert sorted(messages) == [0, 2]

@@ -149,6 +149,7 @@ def moved_by_prefetch(handle: Any, loader: list[dict[str, Any]]) -> Iterator[dic
     ids=lambda x: getattr(x, "__name__", x),
 )
 @pytest.mark.parametrize("counted", [False, True], ids=["", "num_items_in_batch"])
+@pytest.mark.sampled(3)
 def test_a_forward_of_a_transformers_model_reads_its_batch_at_most_once(
     feed: Feed, copies: int, counted: bool, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

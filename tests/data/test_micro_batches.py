@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from seqpar import Mask, MicroBatch, plan_step
 from seqpar.comm import Comm
 from seqpar.data import Share, back, micro_batches, share
 from seqpar.testing import run_threads
+from tests.cases import examples
 from tests.data.cases import Case, batches, make, ring
 from tests.data.checks import check_home, check_rows
 
@@ -41,7 +42,7 @@ def summed(parts: tuple[Any, ...]) -> Any:
     return sum(parts[1:], parts[0])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["sharded", "replicated"]))
 def test_micro_batches_add_up_to_the_batch(data: st.DataObject, ranks: int, count: int, source: str) -> None:
     cases = data.draw(batches(ranks, "row"))

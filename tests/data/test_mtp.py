@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.data import micro_batches, prefetch, share
 from seqpar.testing import run_threads
 from seqpar.train import cross_entropy, sync_gradients
+from tests.cases import examples
 from tests.data.cases import IGNORE, PLANNERS, Case, batches, make, ring
 
 
@@ -39,7 +40,7 @@ def later_labels(case: Case, shift: str, depth: int) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_every_token_has_the_labels_of_those_after_it_in_its_document(data: st.DataObject) -> None:
     ranks, depth = data.draw(st.integers(1, 4), "ranks"), data.draw(st.integers(1, 4), "depth")

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from seqpar.comm import Comm, LocalComm
 from seqpar.data import share
 from seqpar.testing import run_threads
+from tests.cases import examples
 from tests.data.cases import IGNORE, ring
 
 pytest.importorskip("transformers")
@@ -26,7 +27,7 @@ from transformers.masking_utils import find_packed_sequence_indices  # noqa: E40
 VOCAB = 11
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(1, 3), st.integers(1, 9), st.data())
 def test_documents_are_those_of_the_position_ids(count: int, width: int, data: st.DataObject) -> None:
     steps = st.lists(st.sampled_from([1, 1, 1, -2, 0, 3]), min_size=width, max_size=width)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.data import Share, back, share
 from seqpar.data.batch import Reading, read
 from seqpar.testing import run_processes, run_threads
+from tests.cases import examples
 from tests.data.cases import IGNORE, KINDS, PLANNERS, Case, batches, make, ring
 from tests.data.checks import check, check_home, check_rows
 
@@ -27,7 +28,7 @@ def shared(comm: Comm, cases: list[Case], planner: str, shift: str) -> tuple[Sha
     return s, back(s, s.tensors["input_ids"]), back(s, s.positions), back(s, s.tensors["weight"])
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.data())
 def test_every_token_is_computed_once_with_its_label_and_goes_home(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4), "ranks")
@@ -68,7 +69,7 @@ def valid_of(comm: Comm, cases: list[Case]) -> int:
     return share(cases[comm.rank].batch, comm, plan=ring).valid
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.data())
 def test_as_many_labels_count_as_on_one_device(data: st.DataObject) -> None:
     cases = data.draw(batches(data.draw(st.integers(1, 3)), "row"))
@@ -107,7 +108,7 @@ def seen_in_row(mask: Tensor, causal: bool, window: tuple[int | None, int | None
     return [[-left <= key - query <= right for key in at] for query in at]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4),
     st.booleans(),

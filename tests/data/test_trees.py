@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from seqpar import Mask, recurrent, train
 from seqpar.comm import Comm
 from seqpar.data import Share, back, micro_batches, prefetch, share
 from seqpar.testing import run_threads
+from tests.cases import examples
 
 IGNORE = -100
 
@@ -49,7 +50,7 @@ def shared(comm: Comm, batches: list[Any], source: str) -> tuple[Any, ...]:
     return s.plan, s.tensors, s.positions, s.valid, back(s, s.tensors["input_ids"])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 4), st.integers(0, 2**16), st.sampled_from(["packed", "list"]))
 def test_the_union_of_trees_is_one_mask(ranks, seed, form) -> None:
     rng = np.random.default_rng(seed)

@@ -31,6 +31,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name, ranks, core, held", SHAPES)
+@pytest.mark.sampled(7)
 def test_stages_in_parts(name, ranks, core, held, seed) -> None:
     planner = at_random(seed, core, held)
     (want,) = run_threads(1, on_a_rank, name, planner)
@@ -39,6 +40,7 @@ def test_stages_in_parts(name, ranks, core, held, seed) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+@pytest.mark.sampled(7)
 def test_stages_in_one_part(name, seed) -> None:
     planner = at_random(seed, parts=(1,))
     (want,) = run_threads(1, on_a_rank, name, planner)

@@ -44,6 +44,7 @@ def side_by_side(comm: Comm, kind: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
+@pytest.mark.sampled(3)
 def test_two_models_and_several_shapes_live_side_by_side(kind) -> None:
     ((want,),) = run_threads(1, side_by_side, "plain")
     compared([found for (found,) in run_threads(3, side_by_side, kind)], want)

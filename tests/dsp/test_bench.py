@@ -37,6 +37,7 @@ def methods(bench: Any) -> Any:
 
 
 @pytest.mark.parametrize("ranks, p, q", [(2, 4, 6), (4, 5, 7), (8, 3, 9)])
+@pytest.mark.sampled(3)
 def test_dsp_sends_half_of_ulysses_or_less_and_the_bytes_of_the_formula(methods, ranks, p, q, monkeypatch) -> None:
     """A stage always on what it does not mix, which a planner might not choose where sending is cheap."""
 

@@ -194,6 +194,7 @@ PASSES = [
 
 
 @pytest.mark.parametrize("how, planner", PASSES)
+@pytest.mark.sampled(3)
 def test_backward_passes_of_every_kind(how, planner) -> None:
     def on_a_rank(comm: Comm) -> dict[str, Tensor]:
         return passes(weather(comm, planner), GRID, how)
@@ -307,6 +308,7 @@ def wrapped(comm: Comm, how: str, parts: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("parts", PLANNERS)
 @pytest.mark.parametrize("how", ["ddp", "fully_shard first", "fully_shard last"])
+@pytest.mark.sampled(3)
 def test_under_wrappers_that_reduce_gradients(how, parts) -> None:
     want = numbers(made(Weather))
     for found in run_processes(2, wrapped, how, parts):

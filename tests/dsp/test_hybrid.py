@@ -67,6 +67,7 @@ def alone(name: str) -> dict[str, Tensor]:
      ("core", 4, 2, "s"), ("core", 6, 3, "t"), ("core", 8, 4, "b"),
      ("verb", 4, 2, "s"), ("verb", 6, 3, "t"), ("verb", 8, 4, "b")],
 )  # fmt: skip
+@pytest.mark.sampled(5)
 def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, core, held, seed) -> None:
     found = run_threads(ranks, on_a_rank, name, on_grid(core, held, seed))
     compared([numbers for numbers, _ in found], alone(name))

@@ -320,6 +320,7 @@ def test_stages_that_are_recomputed(kind) -> None:
             compared(run_threads(ranks, checkpointed, kind, delay=0.001), want)
 
 
+@pytest.mark.exhaustive
 def test_processes_recompute_too() -> None:
     compared(run_processes(3, checkpointed, "stopped early"), numbers(made(Weather)))
 
@@ -615,6 +616,7 @@ def compiled(comm: Comm) -> dict[str, Tensor]:
     return numbers(model)
 
 
+@pytest.mark.exhaustive
 def test_hooks_and_compiled_stages() -> None:
     (want,) = run_threads(1, hooked)
     compared(run_threads(3, hooked), want)

@@ -86,6 +86,7 @@ def quickest(stage: Stage, before: str | None, layout: str | None, after: str | 
 
 
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.sampled(4)
 def test_the_plan_is_that_of_exhaustive_search(seed) -> None:
     """300 lists over all seeds: half of them with a memory that binds."""
     rng = random.Random(seed)
@@ -120,6 +121,7 @@ def retold(plan: StagePlan) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled(4)
 def test_the_plan_is_never_worse_than_methods_without_a_planner(seed) -> None:
     rng = random.Random(seed)
     for _ in range(40):

@@ -32,6 +32,7 @@ def alone(name: str, batch: int, t: int = 5, s: int = 7) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks, batch", [(2, 1), (3, 2), (4, 1), (6, 2), (8, 1)])
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+@pytest.mark.sampled(3)
 def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, batch) -> None:
     found = run_threads(ranks, on_a_rank, name, batch)
     compared([rank for rank, _ in found], alone(name, batch))
@@ -40,6 +41,7 @@ def test_forward_and_all_gradients_are_those_of_one_process(name, ranks, batch) 
 
 @pytest.mark.parametrize("ranks, batch, t, s", [(2, 1, 1, 7), (3, 1, 1, 1), (4, 3, 2, 3), (6, 1, 1, 5), (8, 1, 3, 2)])
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+@pytest.mark.sampled(3)
 def test_it_is_so_where_dimensions_are_shorter_than_the_ranks(name, ranks, batch, t, s) -> None:
     found = run_threads(ranks, on_a_rank, name, batch, t, s)
     compared([rank for rank, _ in found], alone(name, batch, t, s))

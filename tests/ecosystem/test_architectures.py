@@ -37,6 +37,7 @@ SOME |= {
 
 
 @pytest.mark.parametrize(("name", "way", "dtype"), sorted(SOME))
+@pytest.mark.sampled(5)
 def test_an_architecture_is_exact_or_refused_by_name(name: str, way: str, dtype: str) -> None:
     said = verdict(TABLE[name], way, DTYPES[dtype])
     assert said.startswith(FIT), said

@@ -55,6 +55,7 @@ def test_trainers_of_trl_in_every_order(programs: Programs, tmp_path: Path) -> N
     assert len(compare(programs, script, tmp_path)) == 32
 
 
+@pytest.mark.exhaustive
 def test_trainers_of_trl_that_generate_or_have_a_reference(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     found = compare(programs, PROGRAMS / "with_trl_online.py", tmp_path)

@@ -93,6 +93,7 @@ def chunk_sizes(held: np.ndarray, ranks: int) -> list[int] | None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("longest", [3, 40])
+@pytest.mark.sampled(3)
 def test_zigzag_spreads_many_short_documents(ranks, longest) -> None:
     lengths = np.random.default_rng(ranks + longest).integers(1, longest + 1, 100 * ranks)
     rows = np.array([Layout.zigzag(lengths, ranks).tokens(r) for r in range(ranks)])
@@ -335,6 +336,7 @@ def test_facts_do_not_change() -> None:
     assert layout.positions(0).tolist() == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_digest_is_the_same_in_every_process() -> None:
     code = "from seqpar import Layout; print(Layout.zigzag([5, 9, 1], 3).digest())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Plan
 from seqpar.facts.intervals import linear_spans
 from seqpar.facts.mask import Mask
 from seqpar.testing import seen_pairs
+from tests.cases import examples
 
 # Of Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]); changes only when the digest's recipe does.
 DIGEST = "930e067ebdd037b0482c7165d5d5a675"
@@ -106,7 +107,7 @@ def test_picked_bounds_see_what_they_saw(lengths, data) -> None:
         assert seen[mine].sum() == seen[mine, mine].sum()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 2**32), st.data())
 def test_picked_bands_with_ends_see_what_they_saw(lengths, count, seed, data) -> None:
     """Of any bands, if no query sees a key of another document; whether one does is told exactly."""
@@ -282,6 +283,7 @@ def test_equality_is_that_of_the_digest(one, other) -> None:
     assert a != "a mask"
 
 
+@pytest.mark.exhaustive
 def test_digest_is_the_same_in_every_process() -> None:
     code = "from seqpar import Mask; print(Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]).digest())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -392,7 +394,7 @@ def test_equal_masks_behave_alike_however_they_were_made() -> None:
     assert Mask.from_bounds([4, 0, 2, 3], [4, 1, 2, 4], lengths=[2, 2]).within_documents
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_a_mask_is_within_documents_if_every_row_is(data) -> None:
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))

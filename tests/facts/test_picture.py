@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar.facts.mask import Mask
 from seqpar.facts.picture import CELLS, Shown, raster
 from seqpar.testing import seen_pairs
-from tests.cases import ENDING, MASKS, make_mask
+from tests.cases import ENDING, MASKS, examples, make_mask
 
 pytest.importorskip("matplotlib")
 
@@ -24,7 +24,7 @@ def shown(mask: Mask) -> Shown:
     return Shown("", mask.bands, [0] * len(mask.bands), mask.offsets, mask.kv_offsets, mask.paths)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.sampled_from((*MASKS, *ENDING)), st.integers(0, 2**16))
 def test_small_masks_are_shown_pair_by_pair(kind, seed) -> None:
     mask = make_mask(kind, [9, 1, 17], np.random.default_rng(seed))
@@ -46,6 +46,7 @@ def test_bands_are_shown_apart_and_cells_by_their_share() -> None:
     ids=["tree", "window", "bands", "cross", "large", "blocks"],
 )
 @pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.sampled(3)
 def test_every_mask_can_be_drawn(mask, suffix, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"mask.{suffix}"
     mask.plot(path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar.facts.mask import Mask
 from seqpar.facts.segments import Kind, Segments, segments
-from tests.cases import ENDING, LAYOUTS, MASKS, make_layout, make_mask
+from tests.cases import ENDING, LAYOUTS, MASKS, examples, make_layout, make_mask
 
 
 def pairs(s: Segments, shape: tuple[int, int]) -> np.ndarray:
@@ -25,7 +25,7 @@ def pairs(s: Segments, shape: tuple[int, int]) -> np.ndarray:
     return found
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.sampled_from((*ENDING, *MASKS)), st.integers(1, 60), st.integers(0, 2**16), st.booleans(), st.booleans())
 def test_each_pair_is_in_one_segment(kind, tokens, seed, whole, windowed) -> None:
     rng = np.random.default_rng(seed)

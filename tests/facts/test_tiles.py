@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan
 from seqpar.facts.tiles import Tiles, tile_tables
-from tests.cases import LAYOUTS, MASKS, make_layout, make_mask, random_tree
+from tests.cases import LAYOUTS, MASKS, examples, make_layout, make_mask, random_tree
 from tests.facts.tables import check_stretches, check_tiles, visited
 
 
@@ -38,13 +38,13 @@ def buffers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return lo, hi, keys
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(buffers(), st.integers(1, 9), st.integers(1, 9))
 def test_tables_say_what_the_mask_says(buffer, bm, bn) -> None:
     tables(*buffer, bm, bn)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(buffers(), st.integers(1, 9), st.integers(1, 4))
 def test_tiles_that_start_anew_save_more_visits_than_they_add_tiles(buffer, bm, bn) -> None:
     lo, hi, keys = buffer
@@ -139,13 +139,13 @@ def ending(
     return lo, hi, at, keys, until[keys]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(ending(), st.integers(1, 9), st.integers(1, 9))
 def test_stretches_say_what_the_mask_says(step, bm, bn) -> None:
     stretched(*step, bm, bn)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(ending(("tree", "window"), blind=False), st.integers(1, 9), st.integers(1, 9))
 def test_no_loop_runs_over_tiles_that_it_skips(step, bm, bn) -> None:
     """In forward by construction: `visited` are the trips. Nor over query tiles, but for trees with windows."""
@@ -154,7 +154,7 @@ def test_no_loop_runs_over_tiles_that_it_skips(step, bm, bn) -> None:
     assert (t.q_end - t.q_begin).sum() <= 1.1 * t.visits
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**16), st.integers(1, 9))
 def test_tables_of_the_bands_of_a_union(tokens, more, seed, side) -> None:
     """A tree, and a window over its last tokens and those behind it: in each band the rows of the other are blind."""

@@ -8,12 +8,13 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Plan
 from seqpar.facts.mask import Mask
 from seqpar.testing import seen_pairs
+from tests.cases import examples
 
 Forest = tuple[list[int], list[int]]
 
@@ -89,7 +90,7 @@ def recut(forest: Forest, rng: np.random.Generator) -> Forest:
 reach = st.none() | st.integers(0, 12)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(forests(), reach, st.integers(0, 2**32))
 def test_a_tree_is_its_definition(forest, left, seed) -> None:
     mask = Mask.tree(*forest, window=(left, None))
@@ -110,7 +111,7 @@ def test_a_tree_is_its_definition(forest, left, seed) -> None:
         assert repr(same) == repr(mask) or mask.paths is None
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(forests(), reach, reach, st.data())
 def test_windows_on_windows_and_picked_documents(forest, one, other, data) -> None:
     mask = Mask.tree(*forest, window=(one, None))
@@ -132,7 +133,7 @@ def test_windows_on_windows_and_picked_documents(forest, one, other, data) -> No
     assert len(paths) == mask.tokens
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(forests())
 def test_bounds_of_a_tree_are_the_tree(forest) -> None:
     mask = Mask.tree(*forest)
@@ -158,7 +159,7 @@ def test_a_shared_prefix_is_a_tree_of_two_levels() -> None:
     assert repr(mask) == "Mask(tree, 4 documents, 10 nodes, 21 tokens)"
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(forests(), st.integers(1, 4), st.integers(0, 2**32))
 def test_a_plan_has_depths_as_positions(forest, ranks, seed) -> None:
     mask = Mask.tree(*forest)

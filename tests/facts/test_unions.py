@@ -8,12 +8,12 @@ from operator import or_
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Plan
 from seqpar.facts.mask import Mask
-from tests.cases import random_nodes, random_slices, random_tree
+from tests.cases import examples, random_nodes, random_slices, random_tree
 
 Seen = np.ndarray  # bool [queries, keys]
 
@@ -95,7 +95,7 @@ def random_part(
 sizes = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14)), min_size=1, max_size=4)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(sizes, st.booleans(), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
 def test_a_union_has_the_pairs_of_its_parts_once(sizes, cross, count, ending, seed) -> None:
     rng = np.random.default_rng(seed)
@@ -116,7 +116,7 @@ def test_a_union_has_the_pairs_of_its_parts_once(sizes, cross, count, ending, se
     assert one.area() == two.area() or ((one | two) == (two | one) and (one | two).digest() == (two | one).digest())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(sizes, st.integers(1, 4), st.data())
 def test_unions_with_a_window_and_of_some_documents(sizes, count, data) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -136,7 +136,7 @@ def test_unions_with_a_window_and_of_some_documents(sizes, count, data) -> None:
         check(union.pick(chosen), inside & (row[:, None] == column))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(sizes, st.integers(0, 9), st.sampled_from([None, 0, 3]), st.integers(0, 9), st.booleans(), st.booleans())
 def test_sink_tokens_are_seen_beside_the_window(sizes, left, right, sinks, causal, cross) -> None:
     lengths = [n for n, _ in sizes]
@@ -169,7 +169,7 @@ def of_slices(tokens: int, keys: int, slices: list[tuple[int, int, int, int, str
     return seen
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 10), st.integers(0, 2**32))
 def test_slices_overlap_as_they_like(tokens, keys, count, seed) -> None:
     slices = random_slices(tokens, keys, count, np.random.default_rng(seed))
@@ -205,7 +205,7 @@ def test_slices_are_the_masks_that_they_spell() -> None:
     np.testing.assert_array_equal(often(shared), often(answers))
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(*[st.integers(1, 7)] * 2, *[st.integers(1, 5)] * 2, st.sampled_from([0.1, 0.5, 0.9]), st.integers(0, 2**32))
 def test_blocks_are_seen_in_full(rows, columns, tall, wide, share, seed) -> None:
     rng = np.random.default_rng(seed)
@@ -226,7 +226,7 @@ def test_frames_that_see_all_before_and_themselves(frames, tokens) -> None:
     assert whole == Mask.blocks(np.tril(np.ones((frames, frames), bool)), tokens) and len(whole.bands) == 1
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 40), st.integers(0, 2**32), st.integers(0, 9), st.integers(0, 9))
 def test_a_tree_with_other_masks(tokens, seed, left, other) -> None:
     rng = np.random.default_rng(seed)
@@ -256,7 +256,7 @@ def test_a_union_with_a_tree_is_no_tree() -> None:
         tree | Mask.shared_prefix([(2, [3, 2]), (3, [1, 1])])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(1, 25), st.integers(0, 2**32))
 def test_parts_whose_keys_end_are_right_or_refused(tokens, seed) -> None:
     """If their ends differ, one part must show all that the other does where they overlap."""
@@ -312,7 +312,7 @@ def test_long_documents_cost_no_memory_per_token() -> None:
     assert Mask([most], window=(4, None), sink_tokens=2).area() == 15 + (most - 5) * 5 + (most - 5) + (most - 6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(2, 5), st.integers(0, 2**32))
 def test_a_plan_moves_the_keys_that_are_seen_and_no_other(tokens, count, ranks, seed) -> None:
     rng = np.random.default_rng(seed)

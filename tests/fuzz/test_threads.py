@@ -25,6 +25,7 @@ def check(first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, CASES, 50), ids=lambda n: f"cases {n} to {n + 49}")
+@pytest.mark.sampled(2)
 def test_cases_are_right_or_refused_by_name(first) -> None:
     check(first, first + 50)
 

@@ -88,6 +88,7 @@ def video(accuracy: str) -> None:
 
 @pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize("run", [layer, block, plain_model, transformer, compiled_layers, video])
+@pytest.mark.sampled(3)
 def test_accuracy_reaches_every_call(run: Callable[[str], None], asked: list[bool]) -> None:
     for accuracy in ("exact", "fast"):
         asked.clear()

@@ -78,6 +78,7 @@ def no_islands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_outputs_and_gradients_are_those_of_one_process(name: str, no_islands: None) -> None:
     model, inputs = made(name)
     expected = one(model, inputs)
@@ -87,6 +88,7 @@ def test_outputs_and_gradients_are_those_of_one_process(name: str, no_islands: N
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_they_are_in_float32_too(name: str) -> None:
     model, inputs = made(name, torch.float32)
     expected, exact = one(model, inputs), one(*made(name))
@@ -196,6 +198,7 @@ def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int]) -> None:
         ("qwen masked", False, "thread"), ("wan", False, "another plan"), ("ltx", True, "here"),
     ],
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_checkpoints_recompute_the_same(name: str, reentrant: bool, where: str, no_islands: None) -> None:
     model, inputs = made(name)
     expected = one(model, inputs)
@@ -263,6 +266,7 @@ def test_forwards_of_several_sizes_before_one_backward() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_undo_is_exact_and_other_models_are_untouched(name: str) -> None:
     model, inputs = made(name)
     second = copy.deepcopy(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import native
 from seqpar.kernels.memory import copy as copies
 from seqpar.kernels.memory.copy import Pair, copy
+from tests.cases import examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 VERSIONS = (
@@ -74,7 +75,7 @@ def view_of(memory: Tensor, taken: list[slice], order: list[int]) -> Tensor:
 
 
 @versions
-@settings(max_examples=80)
+@examples(80)
 @given(st.lists(selections(), min_size=1, max_size=4), st.sampled_from(DTYPES), st.integers(0, 999))
 def test_copy_is_indexing_and_writes_nothing_else(version, pairs, dtype, seed) -> None:
     g = torch.Generator().manual_seed(seed)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
 from seqpar.facts.mask import Mask
 from seqpar.kernels import StepFacts, acc_dtype, softmax
+from tests.cases import examples
 from tests.kernels.cases import facts_of
 from tests.kernels.versions import VERSIONS, version
 
@@ -32,7 +33,7 @@ def between_nans(x: Tensor, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.tuples(st.sampled_from([0, 1, 31, 70]), st.integers(1, 3), st.sampled_from([1, 5, 64, 72, 129])),
     st.sampled_from(DTYPES),

@@ -201,6 +201,7 @@ SPREADS = [
 @pytest.mark.parametrize(("ranks", "ulysses"), SPREADS)
 @pytest.mark.parametrize(("layout", "transport"), [("zigzag", "fetch"), ("striped", "ring")])
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.sampled(3)
 def test_the_same_pairs_are_dropped_at_any_number_of_ranks(ranks, ulysses, layout, transport, kernel) -> None:
     lengths = [30, 1, 14]
     made = Layout.zigzag(lengths, ranks) if layout == "zigzag" else Layout.striped(TOKENS, ranks)

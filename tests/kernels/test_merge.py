@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import seqpar
 from seqpar import merge
 from seqpar.kernels import softmax
+from tests.cases import examples
 from tests.kernels.versions import VERSIONS, version
 
 Part = tuple[Tensor, Tensor]
@@ -105,7 +106,7 @@ def strided(x: Tensor, device: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", VERSIONS)
 @pytest.mark.parametrize("final", [False, True])
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.tuples(st.integers(0, 40), st.integers(1, 3), st.sampled_from([1, 5, 16])),
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),

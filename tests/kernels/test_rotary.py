@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from seqpar.kernels.memory import rotary as dispatched
+from tests.cases import examples
 from tests.kernels.versions import VERSIONS, version
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -52,7 +53,7 @@ def options(draw: st.DrawFn) -> dict[str, bool | float]:
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.tuples(st.integers(0, 40), st.integers(1, 10)),
     st.sampled_from([(8, 8), (12, 12), (12, 8), (7, 6), (5, 0), (2, 2)]),

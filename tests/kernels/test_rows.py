@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from seqpar.kernels.memory import copy as dispatched
 from seqpar.kernels.memory.copy import Pair
+from tests.cases import examples
 from tests.kernels.versions import VERSIONS, version
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -65,7 +66,7 @@ TAILS = st.sampled_from([(1,), (5,), (2, 8), (3, 5), (1, 17)])
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-@settings(max_examples=30)
+@examples(30)
 @given(chosen(), st.lists(st.tuples(TAILS, LAYOUTS), min_size=1, max_size=3), st.sampled_from(FLOATS))
 def test_rows_of_several_tensors_are_read_by_number(name, choice, kinds, dtype) -> None:
     write, _, device = functions(name)
@@ -87,7 +88,7 @@ def test_rows_of_several_tensors_are_read_by_number(name, choice, kinds, dtype) 
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-@settings(max_examples=30)
+@examples(30)
 @given(chosen(), TAILS, LAYOUTS, LAYOUTS, st.sampled_from(FLOATS), st.sampled_from([torch.int64, torch.int32]))
 def test_written_and_added_rows_are_touched_alone(name, choice, tail, there, here, dtype, width) -> None:
     write, add, device = functions(name)

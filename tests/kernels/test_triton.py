@@ -246,6 +246,7 @@ def test_refusals_say_why() -> None:
 @pytest.mark.parametrize(
     ("layout", "transport", "ulysses"), [("zigzag", "ring", 1), ("striped", "fetch", 1), ("zigzag", "gather", 2)]
 )
+@pytest.mark.sampled(3)
 def test_attention_over_processes_by_name(layout, transport, ulysses) -> None:
     plan = cases.Case("packed", layout, transport, 2, ulysses, (50, 3, 40)).plan()
     options = Options(kernel="triton", sinks=True)
@@ -254,6 +255,7 @@ def test_attention_over_processes_by_name(layout, transport, ulysses) -> None:
 
 @pytest.mark.parametrize("kernel", ["blockwise", "aten", "triton"])
 @pytest.mark.parametrize("strides", [(0, 0, 0), (16, 0, 1), (0, 16, 1), (1, 9, 36), (4, 1, 36)])
+@pytest.mark.sampled(3)
 def test_incoming_gradients_of_any_strides(kernel, strides) -> None:
     """Autograd hands over what is expanded or transposed as it is; a kernel must not read it as if it were dense."""
     q, k, v = (torch.randn(9, 4, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))

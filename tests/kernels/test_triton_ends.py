@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar.facts.layout import Layout
@@ -20,7 +20,7 @@ from seqpar.kernels.reference import Reference
 from seqpar.ops.attention.call import uploaded
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
-from tests.cases import ENDING, LAYOUTS, make_layout, make_mask, some
+from tests.cases import ENDING, LAYOUTS, examples, make_layout, make_mask, some
 from tests.kernels import cases as suite
 from tests.kernels.cases import Case
 from tests.ops.cases import EACH, Options, check
@@ -91,7 +91,7 @@ def steps(draw: st.DrawFn) -> StepFacts:
     return draw(st.sampled_from([facts[step.number][0] for step in plan.steps(rank) if len(step.pos)]))
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(steps(), st.sampled_from([(16, 16), (16, 32), (32, 16)]), st.booleans())
 def test_any_step_equals_the_reference(facts, tile, first) -> None:
     rows, keys = len(facts.pos), len(facts.key_pos)
@@ -134,6 +134,7 @@ def test_walks_visit_the_tiles_of_the_stretches_and_full_ones_without_a_mask(fac
 
 
 @pytest.mark.parametrize("layout", some(["zigzag", "striped"], 2))
+@pytest.mark.exhaustive
 def test_trees_over_ranks_equal_one_device(layout) -> None:
     mask = Mask.tree([20, 9, 11, 1, 16, 5], [-1, 0, 1, 1, 0, -1])
     placed = Layout.zigzag(mask.lengths.tolist(), 2) if layout == "zigzag" else Layout.striped(62, 2, block=7)

@@ -233,6 +233,7 @@ PLAIN = [
     "made", [Flash, partial(Flash, -torch.inf), FlashWithLse, Squares], ids=["2", "3", "4", "cudnn"]
 )
 @pytest.mark.parametrize("case", PLAIN, ids=named)
+@pytest.mark.sampled(5)
 def test_forward_and_backward_equal_the_oracle(made, case) -> None:
     equals_oracle(Segmented(made()), case)
 

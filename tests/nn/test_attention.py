@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 
 import seqpar
@@ -20,7 +20,7 @@ from seqpar.nn import Attention
 from seqpar.plan import Plan
 from seqpar.planner import plan_batch
 from seqpar.testing import run_processes, run_threads
-from tests.cases import Case, cases
+from tests.cases import Case, cases, examples
 from tests.nn.decoder import assert_together, decoder, one_process, rows, step
 
 LENGTHS = (9, 1, 14, 5)
@@ -42,12 +42,13 @@ def plans(ranks: int) -> dict[str, Plan]:
 
 @pytest.mark.parametrize("kind", plans(2))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.sampled(3)
 def test_a_decoder_on_ranks_is_that_of_one_process(kind, ranks) -> None:
     plan = plans(ranks)[kind]
     assert_together(plan, run_threads(ranks, step, plan), one_process(plan))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(cases(max_ranks=4, max_tokens=24))
 def test_any_plan(case) -> None:
     plan = case.plan().padded() if case.mask not in ("cross", "cross_full") else Case(

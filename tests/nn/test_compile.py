@@ -65,6 +65,7 @@ def compare(comm: Comm, by: str, count: int) -> int:
 
 
 @pytest.mark.parametrize("by", some(["surrounding", "bound", "handle", "objects"], 2))
+@pytest.mark.sampled(2)
 def test_a_decoder_layer_is_compiled_at_most_once_more(by) -> None:
     assert compare(LocalComm(), by, 20) <= 2
 
@@ -74,6 +75,7 @@ def on_a_rank(comm: Comm) -> int:
     return compare(comm, "surrounding", 6)
 
 
+@pytest.mark.exhaustive
 def test_processes() -> None:
     assert max(run_processes(2, on_a_rank)) <= 2
 

@@ -94,6 +94,7 @@ UNKNOWN = "called again in a backward pass"
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.sampled(5)
 def test_gradients_are_those_without_a_checkpoint_or_there_are_none(reentrant, by, where) -> None:
     plan = plan_of(2)
     make = dropping if by in ("surrounding", "bound") else decoder
@@ -196,6 +197,7 @@ def test_a_layer_that_is_called_with_several_seeds(reentrant) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(3)
 def test_functions_of_others_that_recompute(where) -> None:
     plan = plan_of(1)
 
@@ -425,6 +427,7 @@ def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
+@pytest.mark.sampled(5)
 def test_compiled_layers_in_checkpoints(reentrant, by) -> None:
     plan, options = plan_of(1), {} if by == "handle" else {"dropout": 0.3, "window": (5, None)}
 
@@ -440,6 +443,7 @@ def test_compiled_layers_in_checkpoints(reentrant, by) -> None:
 
 @pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
 @pytest.mark.parametrize("options", [{}, {"context_fn": save_attention}])
+@pytest.mark.sampled(5)
 def test_checkpoints_in_a_compiled_model(by, options) -> None:
     """Each layer is recomputed by the compiled backward, the last one first."""
     plan = plan_of(1)
@@ -508,6 +512,7 @@ def test_attention_that_needs_no_gradient_is_recomputed_under_its_plan(reentrant
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("by", BY)
+@pytest.mark.sampled(5)
 def test_saved_attention_is_exact(by, where) -> None:
     plan = plan_of(2)
     make = dropping if by in ("surrounding", "bound") else decoder

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from seqpar.ops.attention import schedule
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases
+from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, examples
 from tests.ops.cases import (
     EACH,
     HEADS,
@@ -39,7 +39,7 @@ from tests.ops.cases import (
 )
 
 
-@settings(max_examples=180)
+@examples(180)
 @given(
     any_cases(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (6, 4), (1, 3)]), options_strategy, uses_strategy,
     st.integers(0, 1000), st.booleans(),
@@ -66,6 +66,7 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
 @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
+@pytest.mark.sampled(2)
 def test_real_processes_equal_one_device(case, comm) -> None:
     if comm == "shm" and (why := shm.missing()):
         pytest.skip(why)
@@ -80,6 +81,7 @@ def test_real_processes_equal_one_device(case, comm) -> None:
     [(4, 2, 1), (6, 2, 1), (6, 3, 1), (8, 2, 2), (8, 4, 1), (8, 4, 2), (12, 3, 1), (12, 4, 2), (12, 4, 4)],
 )
 @pytest.mark.parametrize(("mask", "layout"), [("causal", "zigzag"), ("window", "lopsided"), ("packed", "contiguous")])
+@pytest.mark.sampled(5)
 def test_nodes_of_any_size_equal_one_device(ranks, node, ulysses, stage_bytes, mask, layout) -> None:
     case = Case(mask, layout, "fetch", ranks, ulysses, (31, 22, 40), 7, stage_bytes=stage_bytes, pads=True, node=node)
     check(case.plan(), (6, 2), (4, 3))
@@ -127,6 +129,7 @@ def test_a_rank_whose_keys_nobody_else_sees_makes_no_schedule(
 @pytest.mark.parametrize(
     ("ranks", "ulysses", "heads"), [(4, 2, (1, 1)), (6, 2, (1, 1)), (8, 4, (3, 1)), (8, 4, (2, 1))]
 )
+@pytest.mark.sampled(3)
 def test_shares_without_heads_under_a_transport_equal_one_device(transport, ranks, ulysses, heads) -> None:
     check(Case("packed", "zigzag", transport, ranks, ulysses, LENGTHS[1], stage_bytes=4096).plan(), heads)
 

@@ -314,6 +314,7 @@ def test_a_plan_without_a_handle_names_bind(how) -> None:
     assert torch.equal(run(q, other, comm), attend(q, handle))
 
 
+@pytest.mark.exhaustive
 def test_between_two_graphs_a_verb_runs_as_ever() -> None:
     """A model that is compiled in pieces needs no handles, and what verbs call is not compiled."""
     (plan, comm), q, counter = pair(), torch.randn(14, 2, 4), CompileCounterWithBackend("aot_eager")
@@ -374,6 +375,7 @@ LAYOUTS = {"trivial": Layout.contiguous(14, 1), "traded": Layout([list(range(13,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("options", [False, True])
+@pytest.mark.sampled(3)
 def test_attention_is_a_proper_op(layout, grads, options) -> None:
     comm, plan = LocalComm(), Plan(Mask([5, 9]), LAYOUTS[layout])
     handle = bind(plan, comm)
@@ -429,6 +431,7 @@ def moved_on_a_rank(comm: Comm) -> int:
     return counter.frame_count
 
 
+@pytest.mark.exhaustive
 def test_switch_and_relayout_compile_on_processes() -> None:
     assert max(run_processes(2, moved_on_a_rank)) <= 3  # numbers of rows that are equal once are first taken for one
 
@@ -498,6 +501,7 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_backward_finds_its_ticket_and_frees_it(route, layout, tickets) -> None:
     plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
     handle = bind(plan, comm)

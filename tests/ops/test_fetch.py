@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,7 +21,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads, seen_pairs
-from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, make_layout, some
+from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, examples, make_layout, some
 from tests.ops.cases import inputs, joined, poisoned
 from tests.ops.test_verbs import DTYPES, adjoint, values
 
@@ -57,7 +57,7 @@ def own_pairs(plan: Plan, rank: int) -> np.ndarray:
 # --- what a plan says -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(any_plans)
 def test_the_buffer_holds_what_own_rows_see_and_nothing_else(plan) -> None:
     for rank in range(plan.ranks):
@@ -108,7 +108,7 @@ def taken(comm: Comm, plan: Plan, dtype: torch.dtype, tail: tuple[int, ...]) -> 
     return y
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(any_plans, st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 0), (2, 3)]), st.booleans())
 def test_fetch_is_its_specification_and_moves_no_key_that_nobody_sees(plan, dtype, tail, direct) -> None:
     x = values([plan.mask.kv_tokens, *tail], dtype)
@@ -125,7 +125,7 @@ def products(comm: Comm, plan: Plan) -> list[float]:
     return found
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(any_plans, st.booleans())
 def test_fetch_has_its_adjoint(plan, direct) -> None:
     ax_y, x_aty = np.sum(run_threads(plan.ranks, products, plan, direct=direct), axis=0)
@@ -177,6 +177,7 @@ PRODUCT = [
 
 
 @pytest.mark.parametrize("case", some(PRODUCT, 7), ids=str)
+@pytest.mark.sampled(3)
 def test_attention_over_fetched_keys_is_that_of_one_process(case) -> None:
     check_attention(case.plan())
 

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,14 +21,14 @@ from seqpar.facts.mask import Mask
 from seqpar.ops.attention.call import Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
-from tests.cases import Case, any_cases, cases
+from tests.cases import Case, any_cases, cases, examples
 from tests.ops.cases import HEADS, collect, inputs, poisoned
 from tests.ops.recorded import DTYPES, assert_same_bits, counted, recorded, step
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     any_cases(8), st.sampled_from(HEADS), st.sampled_from([(8, 8), (3, 5)]), st.sampled_from(list(DTYPES)),
     st.booleans(), st.booleans(), st.booleans(),
@@ -104,6 +104,7 @@ def test_a_full_ring_makes_one_exchange_less_than_ranks(transport, ranks) -> Non
 
 @pytest.mark.parametrize(("ranks", "ulysses", "node"), [(4, 1, None), (4, 2, None), (6, 1, 3)])
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "arbitrary"])
+@pytest.mark.sampled(3)
 def test_received_keys_take_two_stages_and_of_a_node_two_entries(layout, ranks, ulysses, node) -> None:
     heads, dims, rows = (4, 2), (4, 4), 3
     row_bytes = heads[1] // ulysses * sum(dims) * 8
@@ -144,6 +145,7 @@ def delayed(comm: Comm, plan: Plan, naps: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.sampled(5)
 def test_a_slow_transport_changes_no_bit(case, direct) -> None:
     run = partial(run_threads, case.ranks, delayed, case.plan())
     prompt = run(direct=direct)
@@ -151,7 +153,7 @@ def test_a_slow_transport_changes_no_bit(case, direct) -> None:
     assert_same_bits(prompt, run(True, direct=direct))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(any_cases(8), st.sampled_from(HEADS))
 def test_twice_gives_the_same_bits(case, heads) -> None:
     plan = case.plan()
@@ -283,6 +285,7 @@ SPIKED = (
 
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("case", SPIKED, ids=str)
+@pytest.mark.sampled(3)
 def test_what_is_not_finite_reaches_just_what_sees_it(case, kernel) -> None:
     plan, heads, dims = case.plan(), (4, 2), (3, 3)
     dtypes = (torch.float64, torch.float32)
@@ -298,6 +301,7 @@ def test_what_is_not_finite_reaches_just_what_sees_it(case, kernel) -> None:
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(3)
 def test_what_is_not_finite_in_tiles_that_are_full(kernel, dtype, ranks) -> None:
     """More than two tiles of 512 rows, so that the value stands in full, partial and empty tiles."""
     tokens, heads, dims = 1100, (1, 1), (2, 2)
@@ -395,7 +399,7 @@ def test_a_sink_of_minus_infinity_is_no_sink(transport) -> None:
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     cases(max_ranks=4),
     st.sampled_from(["auto", "blockwise", "reference"]),

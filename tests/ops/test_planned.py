@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from seqpar.planner.groups import Fetching
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, layout_of
 from seqpar.testing import dense_attention, run_processes, run_threads
+from tests.cases import examples
 from tests.ops.cases import EACH, HEADS, OUT, TOLERANCE, Options, check, options_strategy
 
 MODEL = dataclasses.replace(ModelShape.preset("tiny"), windows=(None, 5))
@@ -70,7 +71,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return staged(plan, draw(st.sampled_from([1, 5 * 4096, 64 << 20])))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans(), st.sampled_from(HEADS), st.sampled_from([(8, 8), (6, 4)]), options_strategy, st.integers(0, 1000))
 def test_any_plan_of_the_planner_equals_one_device(plan, heads, dims, options, seed) -> None:
     check(plan, heads, dims, options, seed=seed)
@@ -100,6 +101,7 @@ def test_documents_that_nobody_cuts_equal_one_device(nest: Nest) -> None:
     check(plan, (6, 1), uses=OUT)
 
 
+@pytest.mark.exhaustive
 def test_plans_that_spread_cut_and_share_heads_equal_one_device() -> None:
     shares, several, spread, cut, whole, stages = (0 for _ in range(6))
     for seed in range(20):
@@ -128,6 +130,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.sampled(2)
 def test_plans_over_processes_equal_one_device(run: Callable[..., Any]) -> None:
     widths, degrees = set(), set()
     for seed in range(12):
@@ -224,7 +227,7 @@ def step_of(lengths: list[int], ranks: int, micro_batches: int, bandwidth: float
     return plan_step(lengths, ranks, model=MODEL, hardware=machine(bandwidth), micro_batches=count)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 8), st.integers(1, 3),
     st.sampled_from(BANDWIDTHS), st.integers(0, 1000),

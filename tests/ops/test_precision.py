@@ -117,6 +117,7 @@ def check(plan: Plan, dtype: torch.dtype, limit: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ranks", some([16, 2, 4, 8], 2))
 @pytest.mark.parametrize("name", list(plans(2)))
+@pytest.mark.sampled(5)
 def test_more_ranks_make_no_larger_error(name, ranks, dtype) -> None:
     plan = plans(ranks)[name]
     if name.endswith("stages"):
@@ -126,6 +127,7 @@ def test_more_ranks_make_no_larger_error(name, ranks, dtype) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 16])
 @pytest.mark.parametrize("name", list(plans(2)))
+@pytest.mark.sampled(5)
 def test_more_ranks_make_no_larger_error_in_float32(name, ranks) -> None:
     check(plans(ranks)[name], torch.float32, GROWTH_OF_A_RING_IN_FLOAT32 if "ring" in name else GROWTH_IN_FLOAT32)
 
@@ -163,6 +165,7 @@ def library(monkeypatch) -> Flash:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ranks", some([8, 2, 16], 3))
 @pytest.mark.parametrize("name", ["zigzag-fetch-3-stages", "zigzag-nodes-3-stages", "contiguous-gather", "ulysses"])
+@pytest.mark.sampled(5)
 def test_fast_rounds_each_part_and_no_more(name, ranks, dtype, library) -> None:
     plan = plans(ranks)[name]
     one = errors_of_one_rank(dtype, accuracy="fast")

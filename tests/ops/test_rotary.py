@@ -55,6 +55,7 @@ def test_gradients_that_are_one_number_everywhere() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.sampled(3)
 def test_the_operator_keeps_torchs_contract(dtype, interleaved) -> None:
     x, positions, freq = inputs(dtype)
     samples = [x, x.detach()[1:1], x.detach().transpose(0, 1).contiguous().transpose(0, 1)]

@@ -56,6 +56,7 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 4, None])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.sampled(3)
 def test_windows_along_paths_equal_one_device(window, transport) -> None:
     mask = Mask.tree([5, 0, 7, 3, 1, 9, 4, 6], [-1, 0, 1, 2, 2, 0, -1, 6], window=(window, None))
     plan = Plan(mask, Layout.zigzag(mask.lengths, 4), transport=transport, stage_bytes=5 * 4096)
@@ -102,6 +103,7 @@ def test_recurrent_layers_refuse_several_bands_on_all_ranks(name) -> None:
 @pytest.mark.parametrize("mask", ENDING)
 @pytest.mark.parametrize("kernel", ["auto", "native", "blockwise", "reference"])
 @pytest.mark.parametrize(("transport", "ulysses"), [("fetch", 1), ("ring", 1), ("gather", 2)])
+@pytest.mark.sampled(5)
 def test_kernels_of_the_cpu_equal_one_device(mask, kernel, transport, ulysses) -> None:
     case = Case(mask, "zigzag", transport, 4, ulysses, (300,), stage_bytes=9 * 4096, pads=True)
     options = Options(softcap=1.5, sinks=True, dropout=0.2, kernel=kernel)

@@ -55,6 +55,7 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
 @pytest.mark.parametrize("mask", SEVERAL)
 @pytest.mark.parametrize("kernel", ["auto", "native", "blockwise", "reference"])
 @pytest.mark.parametrize(("transport", "ranks", "ulysses"), [("fetch", 4, 1), ("ring", 3, 1), ("gather", 1, 1)])
+@pytest.mark.sampled(5)
 def test_kernels_of_the_cpu_equal_one_device(mask, kernel, transport, ranks, ulysses) -> None:
     case = Case(mask, "zigzag", transport, ranks, ulysses, (150, 33, 70), stage_bytes=9 * 4096, pads=True)
     options = Options(softcap=1.5, sinks=True, dropout=0.2, kernel=kernel)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -20,7 +20,7 @@ from seqpar.facts.mask import Mask
 from seqpar.ops.core.handles import handles
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads
-from tests.cases import LAYOUTS, cases, make_layout
+from tests.cases import LAYOUTS, cases, examples, make_layout
 from tests.ops.cases import inputs
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -72,7 +72,7 @@ def switched(comm: Comm, s: Switch, dtype: torch.dtype) -> Tensor:
     return seqpar.switch(x, comm, split_dim=s.dims[0], concat_dim=s.dims[1], sizes=(s.split, s.concat))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(switches(), st.sampled_from(DTYPES), st.booleans())
 def test_switch_is_its_specification(s, dtype, direct) -> None:
     expected = values(list(s.shape), dtype).split(s.split, s.dims[0])
@@ -100,7 +100,7 @@ def switch_products(comm: Comm, s: Switch, op: bool) -> list[float]:
     return products
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(switches(), st.booleans(), st.booleans())
 def test_switch_has_its_adjoint(s, op, direct) -> None:
     ax_y, x_aty = np.sum(run_threads(len(s.split), switch_products, s, op, direct=direct), axis=0)
@@ -132,7 +132,7 @@ def moved(comm: Comm, src: Layout, dst: Layout, dtype: torch.dtype, tail: tuple[
     return seqpar.relayout(x, comm, src=src, dst=dst), comm.stats.bytes_received
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
     st.sampled_from([1, 2, 3, 4, 7]),
@@ -159,7 +159,7 @@ def relayout_products(comm: Comm, src: Layout, dst: Layout) -> list[float]:
     return products
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)), st.sampled_from([1, 2, 4]), st.integers(0, 999))
 def test_relayout_has_its_adjoint(kinds, ranks, seed) -> None:
     ax_y, x_aty = np.sum(run_threads(ranks, relayout_products, *two_layouts(kinds, ranks, seed)), axis=0)
@@ -181,7 +181,7 @@ def round_trip(comm: Comm, plan: Plan, dim: int, side: str, dtype: torch.dtype) 
     return mine, seqpar.unshard(mine, plan, comm, dim=dim, side=side)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     cases(), st.sampled_from([0, 1, 2, -1, -2, -3]), st.sampled_from(["q", "kv"]), st.sampled_from(DTYPES),
     st.booleans(),
@@ -214,7 +214,7 @@ def unshard_products(comm: Comm, plan: Plan, dim: int) -> list[float]:
     return products
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(cases(), st.sampled_from([0, 1, -1, -2]), st.booleans())
 def test_unshard_and_shard_have_their_adjoints(case, dim, direct) -> None:
     plan = case.plan()

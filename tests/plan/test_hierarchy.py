@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from seqpar import Layout, Mask, Plan
 from seqpar.plan import Step
 from seqpar.plan.steps import count
-from tests.cases import EVERY, Case, cases, make_layout, node_cases
+from tests.cases import EVERY, Case, cases, examples, make_layout, node_cases
 from tests.plan.acted import act_out, check_gradients, dense, inside_queries
 from tests.plan.compared import compare
 from tests.plan.lines import heavy_tailed, lines_of
@@ -42,7 +42,7 @@ def held(plan: Plan, ranks: range, width: int) -> set[int]:
     return {k for r in ranks for s in plan.steps(r) if s.first and s.part.width == width for k in s.part.keys.tolist()}
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(node_cases(masks=EVERY))
 def test_each_attended_pair_is_computed_once_and_its_gradients_come_home_once(case: Case) -> None:
     plan = case.plan()
@@ -50,7 +50,7 @@ def test_each_attended_pair_is_computed_once_and_its_gradients_come_home_once(ca
     check_gradients(plan)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(node_cases())
 def test_a_key_enters_a_node_once_and_a_rank_receives_what_it_needs_once(case: Case) -> None:
     """The least that can cross: of every node the union of its ranks' needs, without what the node has."""
@@ -70,7 +70,7 @@ def test_a_key_enters_a_node_once_and_a_rank_receives_what_it_needs_once(case: C
                 assert sorted(crossed) == sorted(union - held(plan, node, width))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(node_cases())
 def test_what_enters_is_spread_a_step_later_and_fits_a_stage(case: Case) -> None:
     plan = case.plan()
@@ -90,7 +90,7 @@ def test_what_enters_is_spread_a_step_later_and_fits_a_stage(case: Case) -> None
                 assert step.grad_sends == step.recvs and step.grad_recvs == step.sends
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(cases())
 def test_one_node_and_nodes_of_one_group_are_plain_fetch(case: Case) -> None:
     case = replace(case, transport="fetch", mixed=False, node=None)

@@ -9,12 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, Plan, plan_batch
 from seqpar.plan import TRANSPORTS, head_blocks, head_share, replicated
-from tests.cases import cases
+from tests.cases import cases, examples
 from tests.plan.compared import CASE, compare, plain
 
 # Of CASE.plan(); changes only when the digest's recipe does.
@@ -139,7 +139,7 @@ def test_a_forecast_comes_with_a_copy() -> None:
     assert plan.steps(0) is steps and list(map(plain, predicted.steps(0))) == list(map(plain, steps))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cases())
 def test_equal_plans_give_equal_steps(case) -> None:
     """Also where the facts were made in another way: ranks derive what they exchange without a message."""
@@ -206,7 +206,7 @@ def test_stages_are_bounded(stage_rows, ranks) -> None:
         assert sum(sizes) == 300 - plan.layout.tokens(rank)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(cases())
 def test_describe_tells_rows_areas_and_degrees(case) -> None:
     plan = case.plan()

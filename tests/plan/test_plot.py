@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from seqpar import Layout, Mask, Plan, plan_batch
-from tests.cases import Case, cases
+from tests.cases import Case, cases, examples
 
 pytest.importorskip("matplotlib")
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from seqpar.plan.plot import _bytes, raster  # noqa: E402
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(cases())
 def test_the_raster_shows_every_row_of_every_rank(case: Case) -> None:
     plan = case.plan()
@@ -73,6 +73,7 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts() -> None:
     ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "trees", "bands", "nodes", "huge", "huge-ring"],
 )
 @pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.sampled(5)
 def test_every_plan_can_be_drawn(plan: Plan, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"plan.{suffix}"
     plan.plot(path)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
 from seqpar.plan.counts import fetched_between, load_of, node_of
 from seqpar.plan.report import _spread, told_by_rank
 from seqpar.plan.steps import count
-from tests.cases import Case, cases, node_cases
+from tests.cases import Case, cases, examples, node_cases
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.one_of(cases(), node_cases()))
 def test_loads_are_those_of_the_steps(case: Case) -> None:
     plan = case.plan()
@@ -38,7 +38,7 @@ def test_loads_are_those_of_the_steps(case: Case) -> None:
         assert load.crossing.sum() == crossing
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.one_of(cases(), node_cases()).filter(lambda case: case.transport == "fetch"), st.integers(1, 3))
 def test_keys_between_blocks_are_the_bytes_of_the_plan(case: Case, factor: int) -> None:
     plan = case.plan()

@@ -6,19 +6,19 @@ import tracemalloc
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan, Step
 from seqpar.plan.derive import NOMINAL_ROW_BYTES
-from tests.cases import ENDING, EVERY, Case, cases, divisors
+from tests.cases import ENDING, EVERY, Case, cases, divisors, examples
 from tests.facts.tables import check_stretches, check_tiles
 from tests.plan.acted import act_out, check_gradients, dense, inside_queries
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(cases(masks=EVERY))
 def test_each_attended_pair_is_computed_once(case: Case) -> None:
     plan = case.plan()
@@ -39,7 +39,7 @@ def placed(draw: st.DrawFn) -> Plan:
     return Plan(mask, layout, ulysses=width, stage_bytes=draw(st.integers(1, 7)) * NOMINAL_ROW_BYTES)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(placed())
 def test_each_pair_of_placed_pieces_is_computed_once(plan: Plan) -> None:
     np.testing.assert_array_equal(act_out(plan), dense(plan))
@@ -61,7 +61,7 @@ def test_fetch_takes_memory_by_the_rows_of_a_rank_not_by_all() -> None:
     assert peak < 20e6
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(cases(masks=EVERY))
 def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
     plan = case.plan()
@@ -69,13 +69,13 @@ def test_areas_of_all_steps_sum_to_the_area_of_the_mask(case: Case) -> None:
     assert total == plan.mask.area()
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(cases(masks=EVERY))
 def test_every_gradient_comes_home_once(case: Case) -> None:
     check_gradients(case.plan())
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(cases(masks=EVERY))
 def test_fetch_moves_no_key_that_no_query_attends(case: Case) -> None:
     plan = Case(**{**case.__dict__, "transport": "fetch"}).plan()
@@ -87,7 +87,7 @@ def test_fetch_moves_no_key_that_no_query_attends(case: Case) -> None:
                 assert mine.any(axis=0)[step.pos].all()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(cases())
 def test_rows_of_messages_and_tables_stay_inside_buffers(case: Case) -> None:
     plan = case.plan()
@@ -100,7 +100,7 @@ def test_rows_of_messages_and_tables_stay_inside_buffers(case: Case) -> None:
             check_segments(step, visible)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(cases(), st.sampled_from(ENDING))
 def test_tables_of_steps_whose_keys_end(case: Case, mask: str) -> None:
     plan = replace(case, mask=mask).plan()

@@ -9,11 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch
+from tests.cases import examples
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
 # figures of no preset, so that the recorded plans outlive changes of presets
@@ -39,7 +40,7 @@ def test_rows_are_shared_and_no_plan_beats_the_bound(lengths: list[int], ranks: 
     assert plan.forecast.gap >= 0
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(LENGTHS, RANKS, st.randoms(use_true_random=False))
 def test_the_order_of_documents_changes_only_names(lengths: list[int], ranks: int, random) -> None:
     order = list(range(len(lengths)))
@@ -49,7 +50,7 @@ def test_the_order_of_documents_changes_only_names(lengths: list[int], ranks: in
     np.testing.assert_array_equal(np.sort(one.forecast.ticks.total), np.sort(other.forecast.ticks.total))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(LENGTHS, RANKS)
 def test_more_bandwidth_never_costs_time(lengths: list[int], ranks: int) -> None:
     seconds = []
@@ -63,6 +64,7 @@ def test_more_bandwidth_never_costs_time(lengths: list[int], ranks: int) -> None
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
+@pytest.mark.sampled(2)
 def test_every_process_makes_the_same_plan(hash_seed: str) -> None:
     lengths = np.random.default_rng(0).lognormal(7, 1.3, 300).astype(int) + 1
     code = f"from seqpar import plan_batch; print(plan_batch({lengths.tolist()}, 24).digest())"
@@ -146,7 +148,7 @@ def test_bounds_across_documents_get_one_width(ranks: int) -> None:
     assert isinstance(plan_batch(lengths, ranks, masks=mask).ulysses, int)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(LENGTHS, RANKS)
 def test_windows_and_full_attention_are_planned(lengths: list[int], ranks: int) -> None:
     gemma = dataclasses.replace(SMALL, windows=(64, None))

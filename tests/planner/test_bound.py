@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
@@ -15,7 +15,7 @@ from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
 from seqpar.planner.bound import document_ticks, lower_bound
 from seqpar.planner.cost import Weights, counted, ticks, trades
 from seqpar.planner.problem import layers_of
-from tests.cases import LAYOUTS, divisors, make_layout
+from tests.cases import LAYOUTS, divisors, examples, make_layout
 
 FREE = Link(latency=0.0, bandwidth=1e30)
 H100 = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
@@ -69,6 +69,7 @@ def slowest(seed: int) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize("block", range(10))
+@pytest.mark.sampled(3)
 def test_no_layout_of_a_thousand_costs_less(block: int) -> None:
     close = 0
     for seed in range(100 * block, 100 * block + 100):
@@ -90,7 +91,7 @@ LENGTHS = st.one_of(
 )
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     LENGTHS, st.sampled_from([1, 2, 3, 6, 8, 16, 24]), st.sampled_from(sorted(MODELS)),
     st.sampled_from(sorted(MACHINES)), st.sampled_from([0.0, 0.1, 1.0]),

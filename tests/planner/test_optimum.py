@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask
 from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
 from seqpar.planner.cost import Weights, counted, ticks
 from seqpar.planner.problem import Problem, layers_of
+from tests.cases import examples
 
 if TYPE_CHECKING:
     from bench.planner.optimum import Optimum
@@ -60,7 +61,7 @@ def layout_of(rank: tuple[int, ...], ranks: int) -> Layout:
     return Layout.from_pieces(order, np.ones_like(order), np.array(rank)[order], ranks)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.sampled_from([(1,), (6,), (2, 3), (4, 1), (5, 1), (2, 2, 2), (1, 1, 4)]), st.integers(1, 3), st.booleans())
 def test_the_optimum_is_the_best_of_all_layouts(lengths: tuple[int, ...], ranks: int, full: bool) -> None:
     tokens, masks = sum(lengths), [Mask(lengths, causal=not full)] * 2
@@ -74,7 +75,7 @@ def test_the_optimum_is_the_best_of_all_layouts(lengths: tuple[int, ...], ranks:
     assert best - 2 - 3e-6 * best <= found.least <= best
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([MODEL, WINDOWS]))
 def test_the_optimum_lies_between_the_bound_and_a_plan(lengths: list[int], ranks: int, model: ModelShape) -> None:
     found = optimum(lengths, ranks, model=model, seconds=2)
@@ -100,6 +101,7 @@ def test_blocks_that_no_rank_can_take_say_what_helps() -> None:
         optimum([10, 5], 3, model=MODEL, max_tokens_per_rank=4)
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_writes_its_table(tmp_path: Path) -> None:
     root, target = Path(__file__).resolve().parents[2], tmp_path / "new" / "exact.json"
     command = [sys.executable, "-m", "bench.planner.exact", "--ranks", 2, 3, "--documents", 4, "--seeds", 1]

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask
@@ -16,6 +16,7 @@ from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
 from seqpar.planner.cost import Weights
 from seqpar.planner.problem import layers_of
 from seqpar.planner.scale import weights_for, whole_ticks
+from tests.cases import examples
 
 H100 = Hardware.preset("h100")
 # links that one peer fills, however many ranks
@@ -82,7 +83,7 @@ def huge(draw) -> list[int]:
     return draw(st.permutations(lengths + short))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     huge(), st.sampled_from([1, 2, 7, 8, 24, 64, 512]), LINKS, st.sampled_from(["llama-8b", "deepseek-v3", "tiny"]),
     st.sampled_from([(None,), (None, 4096)]), st.booleans(),

@@ -10,12 +10,13 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask
 from seqpar.planner import Hardware, ModelShape, plan_batch, plan_step
 from seqpar.planner.step import split
+from tests.cases import examples
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
 SMALL = dataclasses.replace(ModelShape.preset("llama-8b"), name="small", layers=2)
@@ -31,7 +32,7 @@ def lognormal(documents: int, seed: int = 0) -> np.ndarray:
     return np.minimum(np.random.default_rng(seed).lognormal(7, 1.3, documents).astype(int) + 1, 65_536)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(LENGTHS, RANKS, st.floats(1, 6), st.sampled_from([0.0, 0.2]))
 def test_every_document_is_in_one_micro_batch_within_the_rows(lengths, ranks, times, slack) -> None:
     most = max(-(-max(lengths) // ranks), int(-(-sum(lengths) // ranks) / times))
@@ -47,7 +48,7 @@ def test_every_document_is_in_one_micro_batch_within_the_rows(lengths, ranks, ti
         assert plan == plan_batch(plan.mask.lengths, ranks, **options)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(LENGTHS, RANKS, st.integers(1, 5), st.randoms(use_true_random=False))
 def test_the_order_of_documents_changes_only_names(lengths, ranks, count, random) -> None:
     order = list(range(len(lengths)))
@@ -97,7 +98,7 @@ def fewest_and_shortest(lengths: list[int], ticks: list[int], capacity: int, cou
     return fewest, shortest
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 3), st.floats(1, 3))
 def test_splits_are_near_the_best_of_all(lengths, count, times) -> None:
     capacity = max(max(lengths), int(sum(lengths) / times))
@@ -174,6 +175,7 @@ def test_what_cannot_be_split_says_what_can(lengths, options, message) -> None:
         plan_step(lengths, 4, **options)
 
 
+@pytest.mark.exhaustive
 def test_every_process_makes_the_same_micro_batches() -> None:
     lengths = lognormal(300).tolist()
     code = f"from seqpar import plan_step; print(*(m.plan.digest() for m in plan_step({lengths}, 12)))"

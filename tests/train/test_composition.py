@@ -97,6 +97,7 @@ def one_step(comm: Comm, kind: str, dp: int, sp: int) -> tuple[float, dict[str, 
 @pytest.mark.parametrize(
     "kind", ["plain", "ddp", "fsdp", "fsdp summing", "hsdp", "fsdp recomputing", "fsdp recomputing reentrant"]
 )
+@pytest.mark.sampled(3)
 def test_gradients_are_those_of_one_process(kind: str, dp_sp: tuple[int, int]) -> None:
     losses, grads, _ = single(1)
     norm = torch.nn.utils.get_total_norm(grads.values())
@@ -148,11 +149,13 @@ def check_trained(
         assert max(float((values[name] - p).abs().max()) for name, p in parameters.items()) <= CLOSE * largest
 
 
+@pytest.mark.exhaustive
 def test_twenty_steps_of_fsdp_are_those_of_one_process(twenty) -> None:
     check_trained(run_processes(4, trained, 2, 2, range(20), None, None), twenty)
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 2)), ((2, 1), (2, 2))], ids=["4 to 2", "2 to 4"])
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_another_number_of_ranks(before, after, twenty, tmp_path: Path) -> None:
     run_processes(before[0] * before[1], trained, *before, range(12), None, tmp_path / "checkpoint")
     results = run_processes(after[0] * after[1], trained, *after, range(12, 20), tmp_path / "checkpoint", None)

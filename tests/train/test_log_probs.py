@@ -208,6 +208,7 @@ def test_how_many_rows_a_core_computes_at_a_time_changes_no_bit(monkeypatch: pyt
     assert all(torch.equal(one, other) for one, other in zip(whole, both(), strict=True))
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_call_has_one_graph_and_the_same_gradients() -> None:
     def both(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         log_probs, entropies = token_log_probs(hidden, weight, labels, entropy=True, chunk=8)

@@ -58,6 +58,7 @@ def test_a_budget_leaves_out_what_would_end_too_late(bench: ModuleType, monkeypa
 
 
 @LINUX
+@pytest.mark.exhaustive
 def test_a_rehearsal(tmp_path: Path) -> None:
     path = tmp_path / "sequence.json"
     flags = "--lengths 64 128 --tokens 64 --ranks 1 2 --memory 1000000 --granule 64 --budget 0 --json"

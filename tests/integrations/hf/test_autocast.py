@@ -33,6 +33,7 @@ def distance(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_errors_are_those_of_one_process(name: str) -> None:
     row = CASES[name]
     model, pad = build(row, torch.float32), row.config.get("pad_token_id", 0)

@@ -482,6 +482,7 @@ RIGHT = (
 
 
 @pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
+@pytest.mark.sampled(3)
 def test_loops_that_are_right_hear_nothing(step: Callable[..., None]) -> None:
     def rank(comm: Comm) -> list[Tensor]:
         own = copy.deepcopy(MODEL)

@@ -39,6 +39,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
+@pytest.mark.sampled(3)
 def test_a_document_does_not_know_of_another(name: str) -> None:
     """To the bit, even of NaN. Experts would multiply rows in groups, which another token changes."""
     model, batch = build(name, **DENSE[name]).eval(), packed(generator(), [13, 21, 6])
@@ -94,6 +95,7 @@ def test_adapters_of_projections_are_in_the_result(name: str, targets: list[str]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2", "jamba", "recurrent_gemma", "minimax"])
+@pytest.mark.sampled(3)
 def test_autocast_reaches_projections_and_filters(name: str) -> None:
     model, every = build(name), batches("packed", RANKS)
 
@@ -112,6 +114,7 @@ def test_autocast_reaches_projections_and_filters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "jamba", "recurrent_gemma", "minimax"])
+@pytest.mark.sampled(3)
 def test_models_of_16_bits_have_the_loss_of_fp32(name: str) -> None:
     """Also those whose logits are fp32 all the same."""
     model, every = build(name), batches("packed", RANKS)
@@ -151,6 +154,7 @@ def test_layers_may_be_sharded() -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2", "jamba", "recurrent_gemma", "minimax"])
+@pytest.mark.sampled(3)
 def test_inside_local_a_model_generates_with_its_own_cache(name: str) -> None:
     model, prompt = build(name).eval(), padded(generator(), [9], left=False)["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
@@ -172,6 +176,7 @@ def recurrent_layer(model: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize("name", some(["qwen3_next", "mamba2", "lfm2", "jamba", "recurrent_gemma"], 5))
+@pytest.mark.exhaustive
 def test_a_layer_is_one_graph_for_all_batches(name: str) -> None:
     model, counter = build(name, **DENSE[name]), CompileCounterWithBackend("aot_eager")
     eager = copy.deepcopy(model)

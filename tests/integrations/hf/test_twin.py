@@ -128,6 +128,7 @@ ALIKE = ("llama", "gemma3_text", "gpt_oss", "roberta", "bloom", "qwen3_next", "l
 
 
 @pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.sampled(2)
 def test_a_twin_shows_what_the_model_shows(name: str) -> None:
     model = build(TABLE[name], torch.float32)
     assert facts(copy.deepcopy(model).to("meta")) == facts(model)

@@ -102,6 +102,7 @@ WAYS: dict[str, Callable[..., Any]] = {
         (own, "its attention does not go through", "called"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_model_that_never_asks_is_refused(made: Callable[[], PreTrainedModel], why: str, way: str) -> None:
     model = made()
     given = {"input_ids": IDS} if made is mamba else {"input_ids": IDS, "position_ids": AT}

@@ -97,6 +97,7 @@ FEW = [
 
 
 @pytest.mark.parametrize(("kind", "spread", "form", "ranks"), FEW)
+@pytest.mark.sampled(3)
 def test_losses_and_gradients_are_those_of_one_process(kind: str, spread: str, form: str, ranks: int) -> None:
     trained(kind, spread, form, ranks)
 
@@ -196,6 +197,7 @@ def _checkpointed(model: Any) -> None:
 
 
 @pytest.mark.parametrize("prepare", [_frozen, _frozen_but_for_the_text, _checkpointed])
+@pytest.mark.sampled(3)
 def test_towers_may_be_frozen_and_layers_checkpointed(prepare: Any) -> None:
     steps("gemma3", prepare, torch.float32)
 

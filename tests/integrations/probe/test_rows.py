@@ -47,6 +47,7 @@ def logits(comm: Comm, model: nn.Module, way: str) -> Tensor:
 
 @pytest.mark.parametrize("way", ["block", "parallelize"])
 @pytest.mark.parametrize("name", MIXING)
+@pytest.mark.sampled(3)
 def test_what_mixes_rows_outside_attention_is_refused_on_every_rank(name: str, way: str) -> None:
     case, said = MIXING[name]
     model = made(case)
@@ -62,6 +63,7 @@ def test_what_mixes_rows_outside_attention_is_refused_on_every_rank(name: str, w
 
 @pytest.mark.parametrize("way", ["block", "parallelize"])
 @pytest.mark.parametrize("name", ALONE)
+@pytest.mark.sampled(3)
 def test_what_computes_every_row_alone_is_exact(name: str, way: str) -> None:
     model = made(ALONE[name])
     found = torch.cat(run_threads(2, logits, model, way), 1)

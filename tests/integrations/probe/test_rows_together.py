@@ -71,6 +71,7 @@ BATCHES = {2: [[5, 1], [5, 0], [1, 6], [9, 12], [1, 40]], 3: [[4, 0, 1], [4, 3, 
     [(2, "parallelize", "fsdp"), (2, "block", "ddp"), (3, "parallelize", "ddp"), (3, "block", "fsdp"),
      (3, "parallelize", "fsdp")],
 )  # fmt: skip
+@pytest.mark.sampled(2)
 def test_ranks_with_few_rows_and_none_run_as_often(ranks: int, way: str, how: str) -> None:
     every = run_processes(ranks, several, how, way, BATCHES[ranks])
     assert len({runs for _, runs in every}) == 1 and every[0][1] > len(BATCHES[ranks])

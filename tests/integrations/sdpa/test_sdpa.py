@@ -122,6 +122,7 @@ PLANS: dict[str, Callable[[Mask, int], Plan]] = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sampled(3)
 def test_a_model_is_that_of_one_process(name: str, ranks: int, causal: bool) -> None:
     mask = Mask(DOCUMENTS, causal=causal)
     model = made(causal=causal)
@@ -347,6 +348,7 @@ def test_dropout_drops_the_same_pairs_at_any_number_of_ranks(reentrant: bool | N
 @pytest.mark.parametrize("through", ["block", "parallelize"])
 @pytest.mark.parametrize("where", ["inside", "outside", "thread", "another plan"])
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.sampled(3)
 def test_a_checkpoint_recomputes_under_the_plan_of_its_forward(reentrant: bool, where: str, through: str) -> None:
     mask = Mask(DOCUMENTS)
     model = made(reentrant=reentrant)
@@ -504,6 +506,7 @@ def test_a_checkpoint_outside_the_block_is_not_rerouted_by_a_backward_inside(ree
     same(results[1], results[0])
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_leaves_rerouted_calls_alone() -> None:
     comm, block, x = LocalComm(), made(Block), inputs()[0][None]
     compiled = torch.compile(block, backend="eager")

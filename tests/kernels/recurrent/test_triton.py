@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
@@ -20,7 +20,7 @@ from seqpar.facts.mask import Mask
 from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentSpec, choose
 from seqpar.plan import Plan
 from seqpar.testing import dense_linear_attention, relative_rms, run_processes
-from tests.cases import some
+from tests.cases import examples, some
 from tests.kernels.recurrent.cases import Case, errors, results
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -57,12 +57,14 @@ def no_worse(case: Case, times: float) -> None:
         for decay, beta in FAMILIES
     ],
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_results_and_every_gradient(case, decay, beta) -> None:
     no_worse(replace(case, decay=decay, beta=beta), 2.0)
 
 
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float16, 1.5), (torch.bfloat16, 3.0)])
 @pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.sampled(3)
 def test_inputs_of_16_bits(beta, dtype, times) -> None:
     no_worse(replace(BASE, runs=(70, 9), dtype=dtype, beta=beta), times)
 
@@ -87,6 +89,7 @@ def test_keys_of_other_lengths_than_one() -> None:
 
 
 @pytest.mark.parametrize(("decay", "beta"), some([pytest.param(*family) for family in FAMILIES], 3))
+@pytest.mark.sampled(2)
 def test_a_run_changes_no_bit_of_another(decay, beta) -> None:
     case = replace(BASE, runs=(20, 30, 70), decay=decay, beta=beta)
     inputs = case.inputs()
@@ -103,7 +106,7 @@ def test_a_run_changes_no_bit_of_another(decay, beta) -> None:
     assert after[2][20:50].isnan().any()
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.data())
 def test_chunks_hold_every_row_once_and_those_of_one_run(counts, data) -> None:
     exported = sorted(data.draw(st.sets(st.integers(0, len(counts) - 1))))
@@ -164,6 +167,7 @@ def on_a_rank(comm, plan: Plan, tensors, weights, normalize: bool) -> list[torch
 
 
 @pytest.mark.parametrize("normalize", some([False, True], 2))
+@pytest.mark.exhaustive
 def test_linear_attention_on_ranks(normalize) -> None:
     plan = Plan(Mask([30, 9, 50]), seqpar.Layout.zigzag([30, 9, 50], 2))
     case = replace(BASE, runs=(30, 9, 50))

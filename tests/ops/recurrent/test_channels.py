@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,7 +22,7 @@ from seqpar.plan import Plan
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import layer_way, state_bytes
 from seqpar.testing import COMMS, dense_linear_attention, run_processes, run_threads
-from tests.cases import LAYOUTS
+from tests.cases import LAYOUTS, examples
 from tests.ops.recurrent.cases import plan_of, plans, poisoned, put
 
 NAMES = ("queries", "keys", "update", "decay", "rates", "initial_state")
@@ -120,7 +120,7 @@ def test_kinds_under_layouts(name, layout) -> None:
     agrees(plan_of(layout, (1, 9, 2, 17), 3), CASES[name])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     plans(), st.sampled_from(sorted(CASES)), st.sampled_from([0.0, 0.3, 80.0]), st.integers(1, 4),
     st.sampled_from(["auto", "gather", "chain", "pipeline", "rows"]), st.sampled_from(["steps", "reference"]),

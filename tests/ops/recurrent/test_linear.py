@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,7 +22,7 @@ from seqpar.facts.mask import Mask
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, dense_linear_attention, relative_rms, run_processes, run_threads
-from tests.cases import LAYOUTS
+from tests.cases import LAYOUTS, examples
 from tests.ops.recurrent.cases import FAMILIES, Family, agrees, on_a_rank, plan_of, plans, poisoned, put
 
 
@@ -32,7 +32,7 @@ def test_families_under_layouts(decay, beta, layout) -> None:
     agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     plans(), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from([0.0, 0.3, 80.0]),
     st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]), st.sampled_from(["auto", "chunked", "reference"]),

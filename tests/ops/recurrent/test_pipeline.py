@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ from seqpar.plan.travel import layer_way, state_bytes
 from seqpar.plan.travel_report import exchanges
 from seqpar.plan.travel_work import LayerWork
 from seqpar.testing import COMMS, relative_rms, run_processes, run_threads
-from tests.cases import LAYOUTS
+from tests.cases import LAYOUTS, examples
 from tests.ops.recurrent.cases import FAMILIES, Family, agrees, plan_of, plans, poisoned
 
 HEADS = [(1, 1), (1, 4), (2, 4), (3, 3), (2, 8), (4, 8)]  # groups and heads
@@ -44,12 +44,13 @@ def blocks(most: int) -> Iterator[None]:
 @pytest.mark.parametrize("most", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("decay", "beta"), [("scalar", False), ("channel", True)])
+@pytest.mark.sampled(5)
 def test_blocks_under_layouts(decay, beta, layout, most) -> None:
     with blocks(most):
         agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True), travel="pipeline")
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     plans(), st.sampled_from([1, 2, 3, 8]), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from(HEADS),
     st.sampled_from(["auto", "chunked", "reference"]), st.integers(0, 9),
@@ -120,7 +121,7 @@ def counted(comm: Comm, plan: Plan, family: Family) -> list[tuple[int, int, int]
     return counts[1:]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(plans(), st.sampled_from([1, 2, 4]), st.sampled_from(FAMILIES))
 def test_bytes_and_exchanges_are_what_is_predicted(plan, most, family) -> None:
     case = Family(*family)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
@@ -19,7 +19,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, run_processes, run_threads
-from tests.cases import LAYOUTS, make_layout, random_tree
+from tests.cases import LAYOUTS, examples, make_layout, random_tree
 from tests.ops.recurrent.cases import plan_of, plans, poisoned, put
 
 
@@ -45,7 +45,7 @@ def shifted(comm: Comm, plan: Plan, x: Tensor, dy: Tensor, by: int) -> list[Tens
     return [y.detach(), dx.detach()]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans(), st.sampled_from([1, 2, -1, -3, 20]))
 def test_shift_is_its_specification(plan, by) -> None:
     g = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_shift_is_its_specification(plan, by) -> None:
     assert torch.equal(y, matrix @ x) and torch.equal(dx, matrix.T @ dy)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 50), st.sampled_from([1, 2, 5]), st.integers(0, 2**16)
 )
@@ -119,7 +119,7 @@ def haloed(comm: Comm, plan: Plan, x: Tensor, reach: int) -> tuple[Tensor, Tenso
     return rows.detach(), weight, dx, sent
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans(), st.integers(1, 5))
 def test_halo_has_the_rows_before_each_run_and_moves_no_other(plan, reach) -> None:
     x = torch.randn(plan.mask.tokens, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -182,7 +182,7 @@ def convolution_agrees(plan: Plan, taps: int, biased: bool, activation: str | No
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans(), st.integers(1, 5), st.booleans(), st.sampled_from([None, "silu"]))
 def test_convolution_is_that_of_one_process(plan, taps, biased, activation) -> None:
     convolution_agrees(plan, taps, biased, activation, run_threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from seqpar.comm import Comm
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
+from tests.cases import examples
 from tests.ops.recurrent.cases import plan_of, plans
 
 H, K, V = 2, 3, 2
@@ -28,7 +29,7 @@ def scanned(comm: Comm, plan: Plan, states: Tensor, maps: Tensor, grad: Tensor) 
     return entered.detach(), mine[0].grad, mine[1].grad, sent
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans(), st.sampled_from([(H,), (H, K), (H, K, K)]))
 def test_states_and_gradients_are_those_of_one_process(plan, shape) -> None:
     table, g = document_runs(plan), torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,7 @@ from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import LATENCY, halo_bytes, halo_way, layer_way, state_bytes, state_way
 from seqpar.plan.travel_counts import chained, gathered, neighbours, relaid
 from seqpar.testing import COMMS, run_processes, run_threads
-from tests.cases import LAYOUTS
+from tests.cases import LAYOUTS, examples
 from tests.ops.recurrent.cases import FAMILIES, Family, agrees, plan_of, plans, poisoned
 
 WAYS = ("gather", "chain", "pipeline", "rows")
@@ -30,11 +30,12 @@ WAYS = ("gather", "chain", "pipeline", "rows")
 @pytest.mark.parametrize("travel", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("decay", "beta"), [("scalar", False), ("channel", True)])
+@pytest.mark.sampled(5)
 def test_every_way_under_layouts(decay, beta, layout, travel) -> None:
     agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True), travel=travel)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     plans(), st.sampled_from(WAYS), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from([0.0, 0.3, 80.0]),
     st.sampled_from([(1, 1), (2, 4), (3, 3)]), st.integers(0, 9),
@@ -137,7 +138,7 @@ H, K, V = 4, 3, 2
 MAPS = {(H,): "scalar", (H, K): "channel", (H, K, K): "matrix"}
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(plans(), st.sampled_from(list(MAPS)))
 def test_both_ways_fold_alike_and_send_what_is_predicted(plan, shape) -> None:
     runs, g = document_runs(plan), torch.Generator().manual_seed(0)
@@ -189,7 +190,7 @@ def test_a_chain_s_bytes_do_not_grow_with_earlier_runs() -> None:
         assert (states.busiest, maps.busiest) == (ranks - 1, max(ranks - 2, 0))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans(), st.integers(1, 4), st.integers(1, 3))
 def test_what_passes_between_nodes_is_counted_as_it_is_asked_for(plan, node, reach) -> None:
     runs = document_runs(plan)
@@ -230,7 +231,7 @@ def counted(comm: Comm, plan: Plan, family: Family, travel: str) -> list[tuple[i
     return counts[1:]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(plans(), st.sampled_from(["auto", *WAYS]), st.sampled_from(FAMILIES))
 def test_a_layer_sends_what_is_predicted(plan, travel, family) -> None:
     decay, beta = family
@@ -252,7 +253,7 @@ def filtered(comm: Comm, plan: Plan, x: Tensor, weight: Tensor, travel: str) -> 
     return y.detach(), mine.grad, filters.grad, sent
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(plans(), st.integers(1, 5))
 def test_a_convolution_of_relaid_rows_is_the_same(plan, taps) -> None:
     g = torch.Generator().manual_seed(taps)
@@ -278,7 +279,7 @@ def narrow(comm: Comm, plan: Plan, dtype: torch.dtype, travel: str) -> list[tupl
     return [*counts, (comm.stats.bytes_sent, comm.stats.bytes_received)]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(plans(), st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from(["auto", "halo", "rows"]))
 def test_gradients_of_rows_before_runs_travel_in_the_dtype_of_sums(plan, dtype, travel) -> None:
     layer, runs = RecurrentLayer(taps=4, channels=6).bytes(str(dtype)), document_runs(plan)

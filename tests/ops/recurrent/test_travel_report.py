@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpar
@@ -18,6 +18,7 @@ from seqpar.plan import Plan
 from seqpar.plan.travel import layer_way
 from seqpar.plan.travel_report import between, exchanges
 from seqpar.testing import run_threads
+from tests.cases import examples
 from tests.ops.recurrent.cases import Family, plan_of, plans, poisoned
 
 CASE = Family("scalar", beta=True)
@@ -37,7 +38,7 @@ def counted(comm: Comm, plan: Plan, travel: str) -> tuple[int, dict[int, int], i
     return *alone, comm.stats.bytes_sent, comm.stats.bytes_received
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(plans(), st.sampled_from(["auto", "gather", "chain", "pipeline", "rows"]))
 def test_lines_of_ranks_are_what_they_send(plan, travel) -> None:
     runs, text = document_runs(plan), recurrent.describe(plan, LAYER, **WIDE, travel=travel)
