@@ -10,6 +10,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 

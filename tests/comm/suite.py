@@ -156,7 +156,7 @@ class Exchanges:
 
     def test_a_second_thread_is_refused_while_a_call_runs(self, tmp_path):
         raised, _, messages = self.errors(tmp_path, "two_threads", tmp_path)
-        assert type(raised) is RuntimeError
+        assert type(raised) is RuntimeError, (raised, messages)
         for message in messages.values():
             assert re.search("rank 0: second in thread '.*' while thread 'loader' is inside first", message)
 
