@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -50,7 +51,8 @@ def run_threads(
 
     def rank_main(comm: LocalComm) -> None:
         if core is not None:
-            os.sched_setaffinity(0, {core})  # of this thread alone
+            with suppress(OSError):  # where a container forbids it, ranks are slower
+                os.sched_setaffinity(0, {core})  # of this thread alone
         # otherwise all ranks' backward passes share one engine thread, and a waiting rank blocks its peer
         with torch.autograd.set_multithreading_enabled(False):
             try:
@@ -66,20 +68,26 @@ def run_threads(
     for thread in threads:
         thread.start()
     results: dict[int, Any] = {}
-    first: BaseException | None = None
+    errors: list[BaseException] = []
     try:
         for _ in comms:
-            rank, result, error = finished.get(timeout=timeout + 10 if first else None)
+            rank, result, error = finished.get(timeout=timeout + 10 if errors else None)
             results[rank] = result
-            first = first or error
+            if error is not None:
+                errors.append(error)
     except queue.Empty:
         pass  # a rank hangs outside the comm: report the first failure instead
     except BaseException:
         comms[0].abort("the caller was interrupted")
         raise
-    if first is not None:
-        raise first
+    if errors:
+        raise _root(errors)
     return [results[rank] for rank in range(size)]
+
+
+def _root(errors: list[BaseException]) -> BaseException:
+    """The first error of several ranks that does not report another rank's failure, as a PeerError usually does."""
+    return next((error for error in errors if not isinstance(error, PeerError)), errors[0])
 
 
 def _own_core() -> int | None:
@@ -173,8 +181,7 @@ class _Pool:
                     deadline = min(deadline, time.monotonic() + timeout + 5.0)
                     errors.append(error)
         if errors:
-            # a PeerError usually reports another rank's failure
-            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+            raise _root(errors)
         return [results[rank] for rank in range(len(self.pipes))]
 
     def _answer(self, rank: int, pipe: Connection) -> tuple[Any, BaseException | None]:

@@ -1,5 +1,6 @@
 """What only `LocalComm` promises: the rules of the strictest transport, live memory, delay, cycles."""
 
+import os
 import threading
 import time
 
@@ -216,3 +217,35 @@ def test_run_threads_raises_the_first_failure_and_joins_the_others():
     assert len(seen) == 3
     assert all("root cause: rank 1: LookupError: rank one's own" in message for message in seen)
     assert run_threads(3, lambda comm, x: comm.rank + x, 10) == [10, 11, 12]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have cores on Linux")
+@pytest.mark.parametrize(("threads", "shared"), [(1, True), (2, False)])
+def test_ranks_of_one_threaded_torch_share_a_core_and_their_caller_keeps_its_own(threads, shared):
+    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(threads)
+    try:
+        of_ranks = run_threads(3, lambda comm: os.sched_getaffinity(0))
+    finally:
+        torch.set_num_threads(before)
+    assert os.sched_getaffinity(0) == cores
+    if shared:
+        assert len(of_ranks[0]) == 1 and of_ranks[0] <= cores and of_ranks == of_ranks[:1] * 3
+    else:
+        assert of_ranks == [cores] * 3
+
+
+def test_what_is_raised_is_no_report_of_another_ranks_failure():
+    reported = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 0:
+            reported.wait(60)
+            raise KeyError("no such layer")
+        try:
+            raise PeerError("rank 0 is lost")
+        finally:
+            reported.set()
+
+    with pytest.raises(KeyError, match="no such layer"):
+        run_threads(2, rank_main)
