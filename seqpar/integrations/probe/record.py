@@ -82,19 +82,21 @@ class RunRecord:
     def hooked(self) -> Iterator[None]:
         """Record the inputs and outputs of the model's modules."""
         with ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if name and not isinstance(module, torch.jit.ScriptModule):
-                    full = named(name, module)
-                    gets = module.register_forward_pre_hook(partial(self._gets, full), with_kwargs=True)
-                    hooks.callback(gets.remove)
-                    hooks.callback(module.register_forward_hook(partial(self._returns, full)).remove)
+            with _registering:
+                for name, module in self.model.named_modules():
+                    if name and not isinstance(module, torch.jit.ScriptModule):
+                        full = named(name, module)
+                        gets = module.register_forward_pre_hook(partial(self._gets, full), with_kwargs=True)
+                        hooks.callback(gets.remove)
+                        hooks.callback(module.register_forward_hook(partial(self._returns, full)).remove)
             yield
 
     def _current(self) -> str:
         return self._modules[-1] if self._modules else named("", self.model)
 
-    def _gets(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if under_trial() is self:  # other threads may share the model
+    def _gets(self, name: str, _: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # other threads may share the model, and call a hook without kwargs while it is registered or removed
+        if under_trial() is self:
             self.note("gets", name, leaves((args, kwargs)), self._current())
             self._modules.append(name)
 
@@ -109,6 +111,7 @@ class RunRecord:
 
 
 _threads = threading.local()
+_registering = threading.Lock()  # torch may number hooks alike that two threads register at a time
 
 
 def under_trial() -> RunRecord | None:
