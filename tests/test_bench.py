@@ -102,6 +102,7 @@ def test_recurrences_are_timed_beside_fallbacks_and_products(ran: Ran, tmp_path:
     assert all(row["of_products"] > 0 and row["gflop"] > 0 for row in found["rows"])
 
 
+@pytest.mark.exhaustive
 def test_a_tree_is_timed_beside_separate_sequences(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "shared_prefix.json"
     flags = ["--ranks", 2, "--prompt", 64, "--answers", 16, 24, "--short", 32, "--long", 128, "--turns", 2]
@@ -111,6 +112,7 @@ def test_a_tree_is_timed_beside_separate_sequences(ran: Ran, tmp_path: Path) -> 
     assert row["predicted"][0] > 1 and row["speedup"][0] > 0 and len(row["share"]) == 3
 
 
+@pytest.mark.exhaustive
 def test_states_are_timed_beside_ulysses_and_rows(ran: Ran, tmp_path: Path) -> None:
     path = tmp_path / "states.json"
     flags = ["--ranks", "2", "--tokens", "256", "--heads", "2", "--dim", "8", "--turns", "1", "--sweep", "2", "64"]
@@ -138,6 +140,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_rows_of_every_slice_say_what_ran_where(rehearsed) -> None:
     rows = read(rehearsed)
     assert {row["slice"] for row in rows} == SLICES
@@ -153,6 +156,7 @@ def test_rows_of_every_slice_say_what_ran_where(rehearsed) -> None:
     assert SLICES - measured <= (set() if INTERPRETED else {"tune"})
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_that_can_run_here_is_checked_and_timed(rehearsed) -> None:
     rows = read(rehearsed)
     here = {"native", "aten", "blockwise", "reference"} | ({"triton"} if INTERPRETED else set())
@@ -161,6 +165,7 @@ def test_every_kernel_that_can_run_here_is_checked_and_timed(rehearsed) -> None:
         assert {row["kernel"] for row in rows if row["slice"] == slice and "ms" in row} == here | {"sdpa_math"}
 
 
+@pytest.mark.exhaustive
 def test_packed_rows_have_the_cover_and_the_causal_rate(rehearsed) -> None:
     packed = [row for row in read(rehearsed) if row["case"].startswith("magi") and "ms" in row]
     assert packed
@@ -169,6 +174,7 @@ def test_packed_rows_have_the_cover_and_the_causal_rate(rehearsed) -> None:
         assert row["of_causal_and_cover"] == pytest.approx(row["tflops"] / (row["causal_tflops"] * row["cover"]))
 
 
+@pytest.mark.exhaustive
 def test_trees_have_their_cover_and_what_they_save(rehearsed) -> None:
     rows = [row for row in read(rehearsed) if row["slice"] == "trees" and row["kernel"] == "triton"]
     shared = [row for row in rows if row["mode"] == "prompt for each answer"]
@@ -177,11 +183,13 @@ def test_trees_have_their_cover_and_what_they_save(rehearsed) -> None:
     assert all(0 < row["cover"] <= 1 for row in rows if row not in shared)
 
 
+@pytest.mark.exhaustive
 def test_a_second_call_measures_nothing_twice(rehearsed) -> None:
     before = rehearsed.read_text()
     assert rehearse("--json", rehearsed) == 0 and rehearsed.read_text() == before
 
 
+@pytest.mark.exhaustive
 def test_a_line_that_was_cut_off_is_measured_again_and_no_other(rehearsed, tmp_path) -> None:
     path, lines = tmp_path / "rows.jsonl", rehearsed.read_text().splitlines()
     last = [n for n, line in enumerate(lines) if json.loads(line)["slice"] == "ceilings"][-1]
@@ -191,6 +199,7 @@ def test_a_line_that_was_cut_off_is_measured_again_and_no_other(rehearsed, tmp_p
     assert [json.loads(line)["case"] for line in added] == [json.loads(lines[last])["case"]]
 
 
+@pytest.mark.exhaustive
 def test_rows_of_other_sources_do_not_count(rehearsed, modules, tmp_path) -> None:
     rows = modules("bench.gpu.rows")
     path = tmp_path / "rows.jsonl"
@@ -237,6 +246,7 @@ def test_what_is_wrong_is_not_timed(slices, modules, monkeypatch, tmp_path) -> N
     assert any("ms" in row for row in read(path) if row["kernel"] == "reference")
 
 
+@pytest.mark.exhaustive
 def test_operations_are_counted_over_attended_pairs(rehearsed, modules) -> None:
     calls, speed = modules("bench.gpu.calls"), modules("bench.gpu.speed")
     assert calls.flops(10, 3, 128, 64) == 2 * 10 * 3 * (128 + 64)

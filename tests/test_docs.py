@@ -19,7 +19,7 @@ GUIDES = {  # each has a program that trains
     "trainer", "transformers", "trees", "trl",
 }  # fmt: skip
 # whose programs `make exhaustive` runs: tests/ecosystem and others have what they show
-LONG = {"batches", "grpo", "lightning", "own-kernels", "peft", "trees", "trl"}
+LONG = {"batches", "dsp", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent", "trees", "trl"}
 NEEDS = {"lightning": "lightning", "peft": "peft", "trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # in one process, and what it prints if the page shows that
@@ -96,6 +96,7 @@ def blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.partition("\n")[0])
+@pytest.mark.sampled(2)
 def test_its_commands_run(block: str, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one folder, one after the other. test_calibrate.py measures; here a preset stands for what was measured."""
     monkeypatch.chdir(tmp_path)

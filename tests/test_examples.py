@@ -49,7 +49,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("ranks", some([2, 1], 2))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_method_agrees_with_dense_attention(name: str, ranks: int, programs: Programs, tmp_path: Path) -> None:
     script = EXAMPLES / f"{name}.py"
     printed = [programs.alone(script, tmp_path)] if ranks == 1 else programs.ranks(ranks, script, tmp_path)

@@ -39,6 +39,7 @@ FAILURES = [
         for kind in kinds.split()
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_rank_that_cannot_take_part_says_so_everywhere(kind, how, error, text):
     for rank, ((found, message), alive) in enumerate(run_processes(3, constructor_cases.made, how, comm=kind)):
         quoted = "" if rank == 1 or how == "another machine" else "rank 1 could not take part: .*"
@@ -55,6 +56,7 @@ def test_a_rank_that_does_not_come_is_named(kind):
 
 
 @pytest.mark.parametrize(("kind", "absent"), [("gloo", 0), pytest.param("shm", 2, marks=needs_native)])
+@pytest.mark.sampled(2)
 def test_a_constructor_that_a_rank_missed_does_not_spoil_the_next(kind, absent):
     for rank, (found, bits) in enumerate(run_processes(3, constructor_cases.missed, absent, comm=kind)):
         assert len(bits) == 16

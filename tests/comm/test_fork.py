@@ -72,7 +72,7 @@ SCRIPT = """
         pytest.param("shm", marks=pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 def test_a_fork_ends_as_it_likes_and_harms_no_rank(tmp_path, kind):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -179,6 +179,7 @@ def test_epochs_wrap():
 
 
 @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
+@pytest.mark.sampled(3)
 def test_attention_over_it_equals_one_device(case):
     run = partial(threads, delay=0.0003)
     check(case.plan(), (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=run)
@@ -186,6 +187,7 @@ def test_attention_over_it_equals_one_device(case):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if not check.on_device])
+@pytest.mark.sampled(3)
 def test_checks_of_the_device_pass_on_its_model(name, size):
     assert CHECKS[name].right(threads(size, CHECKS[name].case, *CHECKS[name].arguments, delay=0.0003))
 

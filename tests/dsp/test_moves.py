@@ -345,6 +345,7 @@ def test_verbs_are_recomputed() -> None:
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.sampled(2)
 def test_a_switch_is_compiled_without_a_break(dynamic) -> None:
     comm, form = LocalComm(), "(b t) s c"
     bind(comm)

@@ -105,6 +105,7 @@ def test_they_are_in_float32_too(name: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_text_may_be_shorter_than_the_ranks(name: str, text: int, samples: int, plan: Any, no_islands: None) -> None:
     model, inputs = made(name, text=text, samples=samples)
     expected = one(model, inputs)
@@ -120,6 +121,7 @@ def strided(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_tensors_may_lie_in_memory_as_they_like(name: str) -> None:
     model, inputs = made(name) if name == "qwen masked" else made(name, samples=1)
     expected = run_threads(2, step, model, inputs)

@@ -38,6 +38,7 @@ def wrapped(comm: Comm, how: str, name: str) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("how, name", [("ddp", "wan"), ("fsdp", "flux")])
+@pytest.mark.sampled(2)
 def test_wrappers_that_average(how: str, name: str) -> None:
     model, given = made(name, torch.float32)
     _, expected = loss_of(model, given)

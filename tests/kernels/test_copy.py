@@ -155,6 +155,7 @@ def test_what_one_launch_does_not_take_is_refused() -> None:
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @pytest.mark.parametrize("row_bytes", [100, 128, 4096, 1 << 18])
+@pytest.mark.sampled(3)
 def test_large_copies_are_the_same(row_bytes) -> None:
     """What is written past the caches, by several threads, of pieces that lie side by side."""
     x = torch.randint(0, 256, (2, (24 << 20) // row_bytes // 2 + 3, 2, row_bytes), dtype=torch.uint8)

@@ -146,6 +146,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
         for k, window in enumerate([None, 20])
     ],
 )
+@pytest.mark.sampled(2)
 def test_steps_of_a_plan(transport, layout, window) -> None:
     """Tables of real plans: query tiles of any number of rows, key tiles whose queries are not consecutive."""
     exact = (layout, transport) == ("zigzag", "gather")  # has a table of exact tiles, if it has enough of them

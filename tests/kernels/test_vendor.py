@@ -239,12 +239,14 @@ def test_forward_and_backward_equal_the_oracle(made, case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in PLAIN if c.mask in MADE_OF_SEGMENTS + BANDS and c.splits <= 2], ids=named)
+@pytest.mark.sampled(5)
 def test_what_makes_segments_is_the_library_s(case) -> None:
     """Backward through lse too, where the library can be given delta."""
     equals_oracle(Segmented(FlashWithLse(), rest=Nobody()), case)
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.sampled(5)
 def test_any_mask_over_any_buffers(seed) -> None:
     """Packed documents, windows and prefixes, queries and keys in any part of them: gaps on both sides, empty rows."""
     rng = np.random.default_rng(seed)

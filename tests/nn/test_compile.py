@@ -119,6 +119,7 @@ def test_a_step_seed_that_is_given_is_data() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.exhaustive
 def test_autocast_in_a_compiled_layer() -> None:
     comm, counter = LocalComm(), CompileCounterWithBackend("aot_eager")
     module = MultiheadAttention(8, 2)

@@ -77,6 +77,7 @@ def on_a_rank(comm: Comm, plan: Plan, options: dict[str, object], keys: tuple[in
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("attends", ["causal", "full", "cross"])
+@pytest.mark.sampled(3)
 def test_rows_and_gradients_are_those_of_torch(attends, options, ranks) -> None:
     same = attends != "cross" and not OPTIONS[options].get("vdim")
     keys = KEYS if attends == "cross" else LENGTHS

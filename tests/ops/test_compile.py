@@ -501,7 +501,7 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 def test_backward_finds_its_ticket_and_frees_it(route, layout, tickets) -> None:
     plan, comm = Plan(Mask([5, 9]), LAYOUTS[layout]), LocalComm()
     handle = bind(plan, comm)

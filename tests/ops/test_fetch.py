@@ -328,6 +328,7 @@ def compiled_on_a_rank(comm: Comm) -> int:
 
 
 @pytest.mark.usefixtures("no_graphs")
+@pytest.mark.exhaustive
 def test_fetch_compiles_once_for_all_plans() -> None:
     assert max(run_processes(2, compiled_on_a_rank)) <= 3  # numbers of rows that are equal once are first taken for one
 

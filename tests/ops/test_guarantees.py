@@ -345,6 +345,7 @@ def blind(comm: Comm, plan: Plan, kernel, sinks, dtype) -> list[Tensor]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_rows_that_see_no_key(case, sinks, kernel) -> None:
     plan = case.plan()
     lo, hi = plan.mask.bounds(np.arange(plan.mask.tokens))

@@ -318,6 +318,7 @@ def two_by_two(comm: Comm, plans: list[Plan], strided: bool) -> list[Tensor]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.sampled(3)
 def test_two_replicas_of_two_ranks(transport, ulysses, strided, run=run_threads) -> None:
     plans = [
         Plan(Mask([5, 12]), Layout.zigzag([5, 12], 2), transport=transport, ulysses=ulysses),

@@ -73,7 +73,7 @@ def test_bytes_between_ranks_are_those_that_the_plan_predicts() -> None:
     ids=["planned", "planned-nodes", "ring", "gather", "empty-ranks", "trees", "bands", "nodes", "huge", "huge-ring"],
 )
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 def test_every_plan_can_be_drawn(plan: Plan, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"plan.{suffix}"
     plan.plot(path)

@@ -77,6 +77,7 @@ def test_the_optimum_is_the_best_of_all_layouts(lengths: tuple[int, ...], ranks:
 
 @examples(25)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([MODEL, WINDOWS]))
+@pytest.mark.exhaustive
 def test_the_optimum_lies_between_the_bound_and_a_plan(lengths: list[int], ranks: int, model: ModelShape) -> None:
     found = optimum(lengths, ranks, model=model, seconds=2)
     plan = plan_batch(lengths, ranks, model=model, hardware=COARSE, node=1)

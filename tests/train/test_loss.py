@@ -49,6 +49,7 @@ CUTS = {"one rank": [T], "three ranks": [9, 1, 13], "a rank without rows": [11, 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize(("s", "z", "cap", "biased"), list(product((0.0, 0.1), (0.0, 1e-2), (0.0, 2.0), (False, True))))
+@pytest.mark.sampled(3)
 def test_shares_add_up_to_the_loss_of_one_device(cuts: list[int], s: float, z: float, cap: float, biased: bool) -> None:
     hidden, weight, bias, labels = given()
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
@@ -231,6 +232,7 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
                 linear_cross_entropy(**arguments, valid=9)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_loss_has_one_graph_and_the_same_gradients() -> None:
     def both(hidden: Tensor, weight: Tensor, labels: Tensor, valid: int) -> Tensor:
         linear = linear_cross_entropy(hidden, weight, labels, valid=valid, chunk=8, z_loss=0.1)

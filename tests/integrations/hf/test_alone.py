@@ -59,6 +59,7 @@ def test_a_loader_that_ends_first_is_told_with_what_to_do(tmp_path):
     assert "; give every rank as many batches as the others, or run the model on one rank alone" in message
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_on_one_rank_alone_is_told_on_all_ranks_with_what_to_do(tmp_path):
     with pytest.raises(PeerError):
         run_processes(2, cases.witness, tmp_path, evaluates_alone)

@@ -374,6 +374,7 @@ def test_a_parallel_model_is_recomputed_too_and_another_batch_may_come_between(r
 
 
 @pytest.mark.usefixtures("no_graphs")
+@pytest.mark.exhaustive
 def test_a_decoder_layer_is_one_graph_for_all_batches() -> None:
     model = build("mistral")
     reference = copy.deepcopy(model)

@@ -31,6 +31,7 @@ def made(model: PreTrainedModel, rank: int, **more: Any) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])  # gpt-oss has windows and sinks, whose caches differ
+@pytest.mark.sampled(2)
 def test_every_rank_makes_its_own_tokens_and_trains_on(name: str, ranks: int) -> None:
     model, every = build(name), batches("right", ranks)
     ways: list[dict[str, Any]] = [{}, {"use_cache": False}, {"num_beams": 2}]

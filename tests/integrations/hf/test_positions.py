@@ -105,6 +105,7 @@ def test_positions_of_embeddings_without_words_must_be_given() -> None:
 
 
 @pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.sampled(2)
 def test_angles_depend_on_the_longest_position_of_all_ranks(name: str) -> None:
     """One rank has the longest row, which is cut between ranks; and the other rank's rows are short."""
     model = build(ROTARY[name])

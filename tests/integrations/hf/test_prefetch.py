@@ -54,6 +54,7 @@ def trained(comm: Comm, model: Any, depth: int) -> tuple[list[float], list[tuple
 
 
 @pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.sampled(2)
 def test_plans_made_ahead_are_those_made_at_once(depth: int) -> None:
     model = build("llama")
     at_once = run_threads(3, trained, model, 0)

@@ -183,6 +183,7 @@ def errors(comm: Comm, model: PreTrainedModel, batches: list[dict[str, Any]], op
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sampled(3)
 def test_batches_are_refused_on_every_rank(name: str) -> None:
     more, kind, message = CALLS[name]
     batch = BATCH | more

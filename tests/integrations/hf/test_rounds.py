@@ -57,6 +57,7 @@ def batch(rank: int, *lengths: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FIRST)
+@pytest.mark.sampled(2)
 def test_a_step_asks_once_and_the_first_one_for_its_layers_and_gradients_too(name: str) -> None:
     def rank(comm: Comm) -> list[dict[str, int]]:
         counts, model, found = asking(comm), copy.deepcopy(MODELS[name]), []

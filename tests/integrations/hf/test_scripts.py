@@ -27,7 +27,7 @@ def losses(printed: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_few_lines_differ_and_no_loss_does(name: str, programs: Programs, tmp_path: Path) -> None:
     if name == "with_trl":
         pytest.importorskip("trl")

@@ -169,6 +169,7 @@ def test_samples_of_one_length_are_documents(ranks: int) -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.sampled(3)
 def test_the_encoder_of_pytorch_is_that_of_one_process(train: bool, batch_first: bool, ranks: int) -> None:
     mask = Mask([TOKENS], causal=False)
     plan = PLANS["ring" if train else "one rank"](mask, ranks)
@@ -249,6 +250,7 @@ def banded(tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("form", ["boolean", "additive", "least", "four dims", "broadcast"])
+@pytest.mark.sampled(3)
 def test_an_explicit_mask_is_taken_as_it_is(form: str, ranks: int) -> None:
     mask = Mask(DOCUMENTS)
     plan = PLANS[{"boolean": "pads", "additive": "one rank"}.get(form, "ring")](mask, ranks)

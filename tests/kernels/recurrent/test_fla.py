@@ -110,6 +110,7 @@ SPEC = RecurrentSpec("cpu", torch.bfloat16, 8, 6, "scalar", True)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.sampled(3)
 def test_results_and_every_gradient(decay, beta, dtype, adapter) -> None:
     """The stand-in rounds what a call returns, the chunks of PyTorch only the sums."""
     case = replace(BASE, decay=decay, beta=beta, dtype=dtype)

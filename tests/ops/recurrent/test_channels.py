@@ -244,6 +244,7 @@ def test_checkpoints_recompute_it(reentrant) -> None:
 
 
 @pytest.mark.usefixtures("no_graphs")
+@pytest.mark.exhaustive
 def test_one_graph_serves_all_plans() -> None:
     comm, counter = LocalComm(), CompileCounterWithBackend("aot_eager")
 

@@ -28,6 +28,7 @@ from tests.ops.recurrent.cases import FAMILIES, Family, agrees, on_a_rank, plan_
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.sampled(3)
 def test_families_under_layouts(decay, beta, layout) -> None:
     agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True))
 

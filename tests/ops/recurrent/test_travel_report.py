@@ -107,6 +107,7 @@ def test_many_ranks_have_quantiles() -> None:
     assert "median" in text and len(text.splitlines()) == 15
 
 
+@pytest.mark.exhaustive
 def test_the_picture(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     for layout, travel in (("zigzag", "chain"), ("zigzag", "pipeline"), ("striped", "gather"), ("striped", "rows")):
