@@ -5,8 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# of the tests: twice as many as CI has cores, as some tests wait
-WORKERS ?= 4
+# of the tests: one more than CI has cores, as some tests wait
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.seqpar-ready

@@ -29,11 +29,13 @@ settings.load_profile("seqpar")
 
 # Files that take longest, in this order before all others, so that no worker is left with one of them at the end.
 LONGEST = (
-    "test_docs.py", "kernels/test_compile.py", "test_examples.py", "test_install.py", "test_bench.py",
-    "kernels/test_triton_ends.py", "test_sanitizers.py", "kernels/test_triton_launches.py", "kernels/test_triton.py",
-    "kernels/test_kernels.py", "ecosystem/test_loops.py", "kernels/recurrent/test_triton.py",
-    "integrations/hf/test_model.py", "ops/test_compile.py", "nn/test_compile.py", "integrations/hf/test_scripts.py",
-    "ops/test_attention.py", "comm/test_peer.py", "comm/test_shm.py", "ops/test_planned.py",
+    "test_sanitizers.py", "test_install.py", "kernels/test_compile.py", "kernels/test_triton_launches.py",
+    "test_docs.py", "test_examples.py", "ops/test_unions.py", "ops/test_trees.py", "ops/test_attention.py",
+    "test_cli.py", "ecosystem/test_loops.py", "kernels/test_triton.py", "ops/test_guarantees.py", "test_package.py",
+    "kernels/test_vendor.py", "integrations/hf/test_vision.py", "integrations/hf/test_loops.py",
+    "integrations/test_diffusers.py", "kernels/test_triton_ends.py", "test_bench_gpu.py", "ops/test_compile.py",
+    "ops/test_refusals.py", "comm/test_shm.py", "comm/test_peer.py", "integrations/sdpa/test_sdpa.py",
+    "kernels/test_kernels.py", "integrations/hf/test_model.py", "kernels/recurrent/test_triton.py", "test_bench.py",
 )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def test_counts_of_causal_documents_are_the_closed_forms(node: int) -> None:
         masked.alone(2, ("fetch",))
 
 
+@pytest.mark.exhaustive
 def test_policies_place_masks_and_none_beats_the_bound(tmp_path: Path, capsys) -> None:
     masks, path = import_module("bench.planner.masks"), tmp_path / "masks.json"
     masks.main(["--batches", "1", "--masks", "lambda,shared question", "--json", str(path)])

@@ -187,6 +187,7 @@ def test_comms_of_one_group_do_not_share_a_death():
     assert run_processes(3, cases.two_comms) == [(True, 3.0)] * 3
 
 
+@pytest.mark.exhaustive
 def test_importing_costs_no_more_than_torch():
     code = (
         "import sys, torch; before = set(sys.modules); import seqpar.comm; "

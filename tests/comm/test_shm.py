@@ -174,6 +174,7 @@ def test_a_pool_has_a_byte_at_least(alone):
             ShmComm(pool_bytes=pool_bytes)
 
 
+@pytest.mark.exhaustive
 def test_a_process_ends_while_its_comm_lives(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

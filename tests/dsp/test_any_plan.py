@@ -52,6 +52,7 @@ def by_seed(comm: Comm, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
+@pytest.mark.sampled(2)
 def test_processes(comm) -> None:
     for name in ("weather", "core"):
         (want,) = run_threads(1, by_seed, name)

@@ -158,6 +158,7 @@ def in_parts(stages: list[Stage], dims: dict[str, int], ranks: int, *, hardware:
     return StagePlan(tuple(stages), choices, Costs(dims, ranks, hardware), None, "s", 1.0, 0.0)
 
 
+@pytest.mark.exhaustive
 def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None:
     pytest.importorskip("diffusers")
     latte = bench("bench.dsp.latte")

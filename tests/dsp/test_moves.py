@@ -297,6 +297,7 @@ def test_dims_that_are_none() -> None:
             Space(dims, LocalComm())
 
 
+@pytest.mark.exhaustive
 def test_the_op_of_several_is_a_proper_op() -> None:
     xs = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, 2, 6)]
     opcheck(torch.ops.seqpar.switch, (xs, [bind(LocalComm())], [0, 0], [1, 2], [4], [6], 0, [True, False]))
@@ -345,7 +346,7 @@ def test_verbs_are_recomputed() -> None:
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 def test_a_switch_is_compiled_without_a_break(dynamic) -> None:
     comm, form = LocalComm(), "(b t) s c"
     bind(comm)

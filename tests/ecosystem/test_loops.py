@@ -41,6 +41,7 @@ def compare(programs: Programs, script: Path, folder: Path) -> dict[str, dict[st
     return together
 
 
+@pytest.mark.exhaustive
 def test_trainers_of_trl(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     found = compare(programs, PROGRAMS / "with_trl.py", tmp_path)
@@ -72,12 +73,14 @@ def test_trainers_of_trl_that_generate_in_every_order(programs: Programs, tmp_pa
     assert len(compare(programs, script, tmp_path)) == 24
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_peft_under_accelerate(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("accelerate")
     compare(programs, PROGRAMS / "with_peft.py", tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_trainer_with_images(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     assert len(compare(programs, PROGRAMS / "with_images.py", tmp_path)) == 2

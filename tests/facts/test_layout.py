@@ -93,7 +93,7 @@ def chunk_sizes(held: np.ndarray, ranks: int) -> list[int] | None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("longest", [3, 40])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_zigzag_spreads_many_short_documents(ranks, longest) -> None:
     lengths = np.random.default_rng(ranks + longest).integers(1, longest + 1, 100 * ranks)
     rows = np.array([Layout.zigzag(lengths, ranks).tokens(r) for r in range(ranks)])

@@ -106,6 +106,7 @@ def test_split_gradients_of_keys_are_joined(mask, processors, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("mask", some(["causal", "packed", "bounds", "window"], 2))
+@pytest.mark.sampled(2)
 def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
     case = replace(BASE, mask=mask, dim=48, v_dim=32, splits=2)
     used = []

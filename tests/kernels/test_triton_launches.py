@@ -44,7 +44,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "off alignment": {"stored": "odd"},
     "expanded rows": {"stored": "expanded"},
 }
-SOME = list(LAUNCHES.items())[1::8]  # in CI
+SOME = list(LAUNCHES.items())[1::9]  # in CI
 
 
 def run(what: str) -> str:

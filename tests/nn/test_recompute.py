@@ -427,7 +427,7 @@ def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
-@pytest.mark.sampled(5)
+@pytest.mark.exhaustive
 def test_compiled_layers_in_checkpoints(reentrant, by) -> None:
     plan, options = plan_of(1), {} if by == "handle" else {"dropout": 0.3, "window": (5, None)}
 
@@ -443,7 +443,7 @@ def test_compiled_layers_in_checkpoints(reentrant, by) -> None:
 
 @pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
 @pytest.mark.parametrize("options", [{}, {"context_fn": save_attention}])
-@pytest.mark.sampled(5)
+@pytest.mark.exhaustive
 def test_checkpoints_in_a_compiled_model(by, options) -> None:
     """Each layer is recomputed by the compiled backward, the last one first."""
     plan = plan_of(1)

@@ -97,6 +97,7 @@ def notes(folder: Path) -> dict[int, tuple[str, str]]:
         ("fetch", 3, True),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_rank_that_dies_inside_a_call_ends_the_others(tmp_path, transport, ulysses, backward) -> None:
     with pytest.raises(RuntimeError, match="rank 2: its process died with exit code 5"):
         run_processes(3, witness, tmp_path, plan_for(3, transport, ulysses), backward, "dies", timeout=120.0)

@@ -85,6 +85,7 @@ def test_counts_are_those_of_the_steps(case: tuple[Mask, Layout, int, int]) -> N
 
 
 @given(cases())
+@pytest.mark.exhaustive
 def test_forwarded_keys_enter_a_node_once(case: tuple[Mask, Layout, int, int]) -> None:
     mask, layout, width, node = case
     plan = Plan(mask, layout, ulysses=width)

@@ -69,7 +69,7 @@ def slowest(seed: int) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize("block", range(10))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_no_layout_of_a_thousand_costs_less(block: int) -> None:
     close = 0
     for seed in range(100 * block, 100 * block + 100):

@@ -42,6 +42,7 @@ coefficients = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(coefficients, st.integers(0, 1000))
+@pytest.mark.exhaustive
 def test_exact_calls_are_predicted_exactly(true: Attention, seed: int) -> None:
     fit = fit_attention(calls(true, seed, 24), calls(true, seed + 1, 8))
     assert fit.error < 1e-4

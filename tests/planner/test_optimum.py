@@ -63,6 +63,7 @@ def layout_of(rank: tuple[int, ...], ranks: int) -> Layout:
 
 @examples(25)
 @given(st.sampled_from([(1,), (6,), (2, 3), (4, 1), (5, 1), (2, 2, 2), (1, 1, 4)]), st.integers(1, 3), st.booleans())
+@pytest.mark.exhaustive
 def test_the_optimum_is_the_best_of_all_layouts(lengths: tuple[int, ...], ranks: int, full: bool) -> None:
     tokens, masks = sum(lengths), [Mask(lengths, causal=not full)] * 2
     best = min(

@@ -258,6 +258,7 @@ def test_bf16_autocast_is_within_the_error_of_one_process() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.sampled(2)
 def test_results_come_home_in_the_shape_of_the_batch(kind: str) -> None:
     every = bring(kind, "one", 2, torch.float64)
     with islands(torch.float64):

@@ -85,6 +85,7 @@ def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor], list[Tensor
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp tied"])
+@pytest.mark.sampled(3)
 def test_wrappers_that_average(how: str) -> None:
     model = build("llama", tie_word_embeddings=how == "fsdp tied")
     whole = one_process(model, batches("right", RANKS), True)

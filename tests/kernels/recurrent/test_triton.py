@@ -64,7 +64,7 @@ def test_results_and_every_gradient(case, decay, beta) -> None:
 
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float16, 1.5), (torch.bfloat16, 3.0)])
 @pytest.mark.parametrize("beta", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 def test_inputs_of_16_bits(beta, dtype, times) -> None:
     no_worse(replace(BASE, runs=(70, 9), dtype=dtype, beta=beta), times)
 

@@ -174,6 +174,7 @@ class Latest(PlanSource):
 
 @pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize("by", ["handle", "source"])
+@pytest.mark.exhaustive
 def test_one_graph_serves_all_plans(by) -> None:
     comm, source, counter = LocalComm(), Latest(), CompileCounterWithBackend("aot_eager")
     looked_up = seqpar.bind(source)

@@ -90,6 +90,7 @@ def test_late_messages() -> None:
 
 
 @pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.sampled(2)
 def test_many_heads_over_processes(comm) -> None:
     def run(ranks, *arguments):
         return run_processes(ranks, *arguments, comm=comm)
