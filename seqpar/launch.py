@@ -41,9 +41,10 @@ def run_threads(
 
     delay, timeout, direct, node: as in `LocalComm.world`. Threads share torch's global random generator: use your own.
     Where torch computes with one thread (``torch.set_num_threads(1)``, best for the small tensors of tests), the ranks
-    share one core of Linux: on several, most of their time would go into waiting for Python's lock.
+    share one core on Linux, where they would otherwise wait for each other at Python's lock.
 
-    Raises: the exception of the rank that failed first, after all others are aborted and joined.
+    Raises: after all ranks have ended, the first of their exceptions that is not a PeerError, as one of these usually
+    reports another rank's failure; the first PeerError if there are no others.
     """
     comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct, node=node)
     finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
@@ -86,7 +87,7 @@ def run_threads(
 
 
 def _root(errors: list[BaseException]) -> BaseException:
-    """The first error of several ranks that does not report another rank's failure, as a PeerError usually does."""
+    """The first error that is not a PeerError, which usually reports another rank's failure; else the first."""
     return next((error for error in errors if not isinstance(error, PeerError)), errors[0])
 
 

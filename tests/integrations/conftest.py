@@ -5,4 +5,4 @@ from tests.spreading import spread
 
 __all__ = ["spread"]
 
-PRELOADED.append("transformers.models.llama.modeling_llama")  # seconds of every process whose rank fails
+PRELOADED.append("transformers.models.llama.modeling_llama")  # else each new process would import it, for seconds
