@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -28,13 +26,6 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "blocks", "arbitrary", "lopsided")
 def examples(count: int) -> settings:
     """So many examples of a property in `make exhaustive`; in CI as many of each hundred as its profile says."""
     return settings(max_examples=max(5, count * settings.default.max_examples // 100))
-
-
-def some(values: Sequence[Any], every: int) -> list[Any]:
-    """Parameters of a test: each value so many places apart runs in CI, the ones between in `make exhaustive`."""
-    marks = ([], [pytest.mark.exhaustive])
-    plain = [x if isinstance(x, type(pytest.param())) else pytest.param(x) for x in values]
-    return [pytest.param(*x.values, id=x.id, marks=[*x.marks, *marks[n % every > 0]]) for n, x in enumerate(plain)]
 
 
 def divisors(n: int) -> list[int]:

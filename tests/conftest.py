@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.programs import Programs
+from tests.sampling import sample
 
 # Triton decides when a kernel is defined whether it will be interpreted: before the first import of one. The tests run
 # on the CPU wherever they run; what a GPU must show is in bench/gpu/run.py.
@@ -66,14 +66,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(quick):
             item.add_marker(pytest.mark.quick)
-    seen = Counter[str]()
+    sampled: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and item.get_closest_marker("exhaustive") is None:
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.exhaustive)
-            seen[test] += 1
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("exhaustive") is None:
+            sampled.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in sampled.values():
+        kept = sample([case.callspec.params for case in cases], *cases[0].get_closest_marker("sampled").args)
+        for place, case in enumerate(cases):
+            if place not in kept:
+                case.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_runtest_setup() -> None:

@@ -18,7 +18,7 @@ GUIDES = {  # each has a program that trains
     "batches", "diffusers", "dsp", "first-steps", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent",
     "trainer", "transformers", "trees", "trl",
 }  # fmt: skip
-# whose programs `make exhaustive` runs: tests/ecosystem and others have what they show
+# `make exhaustive` runs their programs, which take half a minute and more in all
 LONG = {"batches", "dsp", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent", "trees", "trl"}
 NEEDS = {"lightning": "lightning", "peft": "peft", "trl": "trl"}  # libraries that a page is about, which may be missing
 PROGRAM = re.compile(r"^```python program\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -20,7 +20,6 @@ from seqpar.ops.attention import ahead, op
 from seqpar.plan import steps as plan_steps
 from seqpar.plan.derive import Derived
 from seqpar.testing import run_threads
-from tests.cases import some
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
@@ -49,7 +48,8 @@ def steps(comm: Comm, counts: dict[str, Counter[str]]) -> list[list[torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("derives", some([True, False], 2))
+@pytest.mark.parametrize("derives", [True, False])
+@pytest.mark.sampled(2)
 def test_after_prefetch_a_call_derives_nothing_and_uploads_once(derives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: dict[str, Counter[str]] = {}
 

@@ -28,7 +28,6 @@ from seqpar.dsp.plan import StageChoice
 from seqpar.dsp.space import shares, sizes_of_parts
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
-from tests.cases import some
 from tests.dsp.cases import rand, small
 from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, compared, dit, gradients, made
 from tests.dsp.passes import GRID, Checkpointed, drawn, dropout, numbers, recomputing, weather
@@ -312,7 +311,8 @@ def checkpointed(comm: Comm, kind: str) -> dict[str, Tensor]:
     return {name.replace(".inner", ""): x for name, x in found.items()}
 
 
-@pytest.mark.parametrize("kind", some(["to the end", "stopped early", "reentrant", "selective"], 3))
+@pytest.mark.parametrize("kind", ["to the end", "stopped early", "reentrant", "selective"])
+@pytest.mark.sampled(3)
 def test_stages_that_are_recomputed(kind) -> None:
     want = numbers(made(Weather))
     with set_checkpoint_early_stop(kind != "to the end"):

@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from tests.cases import some
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 OLDEST = Path(sys.prefix) / "triton-3.6"  # beside the newest, which is installed; `make setup` puts it there
@@ -167,8 +165,9 @@ SAMPLES = [
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("where", some(versions(), 2))
+@pytest.mark.parametrize("where", versions())
 @pytest.mark.parametrize(("name", "flags"), SAMPLES)
+@pytest.mark.sampled(2)
 def test_what_compiles_here_is_what_was_committed(name, flags, where, tmp_path) -> None:
     rows, known = compiled(name, where, tmp_path / "rows.jsonl", *flags), committed(name, where)
     assert len(rows) >= 7

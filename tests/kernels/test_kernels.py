@@ -32,7 +32,6 @@ from seqpar.kernels.protocol import DTYPES
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.vendor import Aten, varlen
 from seqpar.testing import relative_rms
-from tests.cases import some
 from tests.facts.tables import visited
 from tests.kernels.cases import (
     LARGE,
@@ -57,10 +56,7 @@ OLDER = [Native(isa=isa) for isa in range(0 if native.missing() else native.ops(
 def pairs(cases: list[Case]) -> list[object]:
     """Each kernel with each case that it can do."""
     found = dict.fromkeys((kernel, fitted(kernel, case)) for kernel in (*KERNELS, *OLDER) for case in cases)
-    made = [(k, pytest.param(k, case, id=f"{k.name}-{named(case)}")) for k, case in found if case]
-    # Triton's interpreter takes a second for what others do in some milliseconds
-    slow, quick = ([p for k, p in made if (k.name == "triton") == interpreted] for interpreted in (True, False))
-    return quick + some(slow, 3)
+    return [pytest.param(k, case, id=f"{k.name}-{named(case)}") for k, case in found if case]
 
 
 @pytest.mark.parametrize(("kernel", "case"), pairs(small_cases() + LARGE))

@@ -20,7 +20,7 @@ from seqpar.kernels.reference import Reference
 from seqpar.ops.attention.call import uploaded
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
-from tests.cases import ENDING, LAYOUTS, examples, make_layout, make_mask, some
+from tests.cases import ENDING, LAYOUTS, examples, make_layout, make_mask
 from tests.kernels import cases as suite
 from tests.kernels.cases import Case
 from tests.ops.cases import EACH, Options, check
@@ -48,24 +48,28 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("case", some([pytest.param(case, id=suite.named(case)) for case in CALLS], 25))
+@pytest.mark.parametrize("case", [pytest.param(case, id=suite.named(case)) for case in CALLS])
+@pytest.mark.sampled(25)
 def test_every_option_and_head_dim(case: Case) -> None:
     suite.equals_oracle(SMALL, case)
 
 
-@pytest.mark.parametrize("mask", some(KINDS, 12))
+@pytest.mark.parametrize("mask", KINDS)
+@pytest.mark.sampled(12)
 def test_bf16_with_operands_cast_for_the_interpreter(mask, monkeypatch) -> None:
     monkeypatch.setitem(suite.LIMIT, torch.bfloat16, 6e-3)  # the interpreter truncates
     suite.equals_oracle(SMALL, replace(BASE, mask=mask, dtype=torch.bfloat16, splits=2, **suite.OPTIONS[-1]))
 
 
-@pytest.mark.parametrize("mask", some(KINDS, 6))
+@pytest.mark.parametrize("mask", KINDS)
+@pytest.mark.sampled(6)
 def test_split_gradients_of_keys_are_joined(mask, monkeypatch) -> None:
     monkeypatch.setattr(package, "_processors", lambda device: 1000)
     suite.equals_oracle(SMALL, replace(BASE, mask=mask, heads=4, kv_heads=2))
 
 
-@pytest.mark.parametrize("mask", some(KINDS, 6))
+@pytest.mark.parametrize("mask", KINDS)
+@pytest.mark.sampled(6)
 def test_descriptors_load_what_pointers_do(mask, monkeypatch) -> None:
     case, results = replace(BASE, mask=mask, dim=48, v_dim=32, splits=2), []
     monkeypatch.setattr(suite, "viewed", lambda x, fill=torch.nan: x.clone())  # aligned, as descriptors need
@@ -133,7 +137,7 @@ def test_walks_visit_the_tiles_of_the_stretches_and_full_ones_without_a_mask(fac
         assert list(unmasked) == [n for a, b, full in spans if full for n in range(a, b) if n != short]
 
 
-@pytest.mark.parametrize("layout", some(["zigzag", "striped"], 2))
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.exhaustive
 def test_trees_over_ranks_equal_one_device(layout) -> None:
     mask = Mask.tree([20, 9, 11, 1, 16, 5], [-1, 0, 1, 1, 0, -1])

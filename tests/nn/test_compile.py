@@ -15,7 +15,6 @@ from seqpar.facts.mask import Mask
 from seqpar.nn import Attention, MultiheadAttention
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
-from tests.cases import some
 from tests.nn.decoder import Decoder, decoder, loss_of, rows
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
@@ -64,8 +63,8 @@ def compare(comm: Comm, by: str, count: int) -> int:
     return max(counter.frame_count for counter in counters)
 
 
-@pytest.mark.parametrize("by", some(["surrounding", "bound", "handle", "objects"], 2))
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("by", ["surrounding", "bound", "handle", "objects"])
+@pytest.mark.sampled(4)
 def test_a_decoder_layer_is_compiled_at_most_once_more(by) -> None:
     assert compare(LocalComm(), by, 20) <= 2
 

@@ -30,7 +30,7 @@ from seqpar.ops.core import collective_op
 from seqpar.ops.core.handles import bind, carried, carry
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
-from tests.cases import Case, some
+from tests.cases import Case
 
 OPS = torch.ops.seqpar
 PLAIN = (
@@ -112,8 +112,9 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 # --- one graph for all plans ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", some(["objects", "handle"], 2))
-@pytest.mark.parametrize("dynamic", some([True, False], 2))
+@pytest.mark.parametrize("by", ["objects", "handle"])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.sampled(4)
 def test_one_graph_serves_all_plans(by, dynamic) -> None:
     comm, net, counter = LocalComm(), model(), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(net, backend=counter, fullgraph=True)

@@ -21,7 +21,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import COMMS, dense_attention, run_processes, run_threads, seen_pairs
-from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, examples, make_layout, some
+from tests.cases import ENDING, LAYOUTS, LENGTHS, MASKS, Case, cases, examples, make_layout
 from tests.ops.cases import inputs, joined, poisoned
 from tests.ops.test_verbs import DTYPES, adjoint, values
 
@@ -176,8 +176,8 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.parametrize("case", some(PRODUCT, 7), ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+@pytest.mark.sampled(21)
 def test_attention_over_fetched_keys_is_that_of_one_process(case) -> None:
     check_attention(case.plan())
 

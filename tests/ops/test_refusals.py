@@ -20,7 +20,7 @@ from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from tests.cases import LAYOUTS, Case, some
+from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
 
@@ -50,8 +50,8 @@ OPTIONS = (
 WAYS = [pytest.param(*way) for way in itertools.product(LAYOUTS, TRANSPORTS, (1, 2, 4))]
 
 
-@pytest.mark.parametrize(("layout", "transport", "ulysses"), some(WAYS, 2))
-@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("layout", "transport", "ulysses"), WAYS)
+@pytest.mark.sampled(10)
 def test_every_option_under_every_layout_transport_and_width(layout, transport, ulysses) -> None:
     """An option that a layout, transport or width ignored would give another answer than one device."""
     for n, options in enumerate(OPTIONS):

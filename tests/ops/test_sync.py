@@ -50,7 +50,7 @@ from seqpar.ops.core import compared
 from seqpar.ops.core.agreement import agreement
 from seqpar.plan import Plan
 from seqpar.testing import run_threads
-from tests.cases import Case, some
+from tests.cases import Case
 from tests.ops.cases import inputs, poisoned
 
 # the names of these modules in their package are the verbs
@@ -196,13 +196,13 @@ CASES = tuple(
 OPTIONS = ({}, {"softcap": 1.5, "dropout_p": 0.3}, {"alibi": True}, {"sinks": True, "dropout_p": 0.1})
 
 
-# every case with two of the options, with one of them in CI
+# every case with two of the options
 POINTS = [
     pytest.param(case, options, id=f"{case.transport}-{case.mask}-U{case.ulysses}-{'-'.join(options) or 'plain'}")
     for n, case in enumerate(CASES)
     for options in (OPTIONS[n % 4], OPTIONS[(n + 2 - n // 4) % 4])
 ]
-points = pytest.mark.parametrize(("case", "options"), some(POINTS, 2))
+points = pytest.mark.parametrize(("case", "options"), POINTS)
 
 
 def unread(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -210,7 +210,7 @@ def unread(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 @points
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     plan, fake, cuda = case.plan(), FakeTensorMode(), torch.device("cuda", 0)
     monkeypatch.setattr(calls, "stream_of", lambda device: device)
@@ -326,6 +326,7 @@ def two_layers(comm: Comm, plan: Plan, options: dict[str, object], uploads: dict
 
 
 @points
+@pytest.mark.sampled(2)
 def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -> None:
     events: dict[int, list[str]] = {}
 
@@ -521,6 +522,7 @@ def test_cuda_says_that_no_verb_synchronises(case) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", ["auto", "blockwise"])
 @points
+@pytest.mark.sampled(2)
 def test_cuda_says_that_nothing_synchronises(case, options, kernel) -> None:
     try:
         run_threads(case.ranks, on_device, case.plan(), options, kernel, threading.Barrier(case.ranks, timeout=60))

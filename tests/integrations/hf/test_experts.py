@@ -12,7 +12,6 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_threads
-from tests.cases import some
 from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import union
 from tests.integrations.hf.hybrids import contiguous, gradients
@@ -31,7 +30,8 @@ MORE["dbrx"] = Architecture("dbrx", "experts", {"output_router_logits": True})
 ROUTERS = 2e-7  # fp32 sums in models of fp64
 
 
-@pytest.mark.parametrize("name", some([*FAMILIES], 2))
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(2)
 def test_the_balance_loss_is_of_all_ranks_tokens(name: str) -> None:
     """Also without the product of the ranks' own means, which are others."""
     model = build(FAMILIES[name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from seqpar.testing import run_threads
-from tests.cases import some
 from tests.integrations.hf.models import CASES, PLANS, batches, build, check, on_ranks, one_process
 
 KINDS = ["left", "right", "packed", "cu", "long", "mixed"]
@@ -14,7 +13,8 @@ POINTS = [(kind, plan, 2 + (i + j) % 3) for i, kind in enumerate(KINDS) for j, p
 PARTS = 4
 
 
-@pytest.mark.parametrize("name", some([*CASES], 2))
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(2)
 def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
     case, model = CASES[name], build(name)
     for kind, plan, ranks in POINTS[list(CASES).index(name) % PARTS :: PARTS]:

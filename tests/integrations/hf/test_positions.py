@@ -13,7 +13,6 @@ import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.integrations.hf.positions import BY_TOKENS, BY_WORDS, counted
 from seqpar.testing import run_threads
-from tests.cases import some
 from tests.ecosystem.architectures import DYNAMIC, LONGROPE, Architecture
 from tests.ecosystem.ways import islands
 from tests.integrations.hf.hybrids import contiguous, gradients
@@ -59,7 +58,8 @@ def agree(row: Architecture, kinds: tuple[tuple[str, int], ...]) -> None:
         check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), whole, 1e-9)
 
 
-@pytest.mark.parametrize("name", some([*COUNTING], 3))
+@pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.sampled(3)
 def test_positions_are_counted_as_on_one_process(name: str) -> None:
     agree(COUNTING[name], (("left", 2), ("right", 3), ("cu", 2)))
 
