@@ -20,7 +20,7 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 10))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ranks_end_in_time_whatever_one_of_them_does(seed):
     check(seed)
 

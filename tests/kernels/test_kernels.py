@@ -60,7 +60,7 @@ def pairs(cases: list[Case]) -> list[object]:
 
 
 @pytest.mark.parametrize(("kernel", "case"), pairs(small_cases() + LARGE))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_forward_and_backward_equal_the_oracle(kernel, case) -> None:
     equals_oracle(kernel, case)
 

@@ -66,7 +66,7 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
 @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_real_processes_equal_one_device(case, comm) -> None:
     if comm == "shm" and (why := shm.missing()):
         pytest.skip(why)
