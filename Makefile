@@ -78,8 +78,8 @@ lint: $(READY)
 setup: $(READY) $(OLDEST_TRITON) $(TIMM)
 
 # A stamp for each set of extras: a second call is instant, and a change of what is installed sets up again. torch comes
-# first and pinned, and the build is not isolated, so nothing can pull a second torch. Python compiles what is imported;
-# to compile all that is installed would take a minute.
+# first and pinned, and the build is not isolated, so nothing can pull a second torch. To compile all of these modules
+# would take a minute: what the tests import is compiled here, once, and not by all of their processes at a time.
 $(READY): EXTRAS := dev
 $(SMALL): EXTRAS := cli,plot
 $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
@@ -87,6 +87,7 @@ $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt setuptools wheel numpy torch
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(if $(filter dev,$(EXTRAS)),$(BIN)/python -W ignore -c 'from tests.programs import import_libraries; import_libraries()')
 	@touch $@
 
 # The oldest supported Triton, beside the installed one: `make exhaustive` compiles the GPU kernels with both.

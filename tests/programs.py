@@ -160,11 +160,16 @@ class Program:
             os.kill(rank, signal.SIGKILL)
 
 
-def serve() -> str | None:
-    """In a fork, the script that it is to run; None when nobody asks any more."""
+def import_libraries() -> None:
+    """Import what is installed of `LIBRARIES`."""
     for name in LIBRARIES:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+
+
+def serve() -> str | None:
+    """In a fork, the script that it is to run; None when nobody asks any more."""
+    import_libraries()
     assert threading.active_count() == 1, "a fork has no other thread"
     gc.freeze()  # or every fork would look through what is imported, and get a copy of it
     listener = socket.create_server(("127.0.0.1", 0))
