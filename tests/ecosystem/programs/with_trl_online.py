@@ -67,7 +67,11 @@ def score(completion_ids, **_):
 
 
 PROMPTS = [{"prompt": text(n, 3 + 5 * n % 9)} for n in range(24)]
+ANSWER = 11  # tokens at most
 ONLINE = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+# Advantages of a group sum up to 0, and so does a loss whose ratios are 1. A ratio is made of a token's
+# log-probability, of about 1, or of an answer's, which rounds as all of its tokens do.
+CANCELS = {"grpo": 1.0, "rloo": ANSWER * math.log(tokenizer().vocab_size)}
 
 
 def online(name, *, first, adapters, recompute, beta):
@@ -78,7 +82,7 @@ def online(name, *, first, adapters, recompute, beta):
         on_all_ranks(model)
     torch.manual_seed(1)  # of adapters
     settings = arguments(
-        config, num_generations=2, max_completion_length=11, num_iterations=2, steps_per_generation=1, beta=beta,
+        config, num_generations=2, max_completion_length=ANSWER, num_iterations=2, steps_per_generation=1, beta=beta,
         gradient_checkpointing=recompute,
     )  # fmt: skip
     trainer = trainer_of(
@@ -142,7 +146,7 @@ def report(name, trainer, **more):
         steps = [{field: float(entry[field]) for field in FIELDS if field in entry} for entry in logged]
         sent = comm.stats.bytes_sent if comm is not None else 0
         if "reward" in steps[0]:
-            more["cancels"] = ["loss"]  # advantages of a group sum up to 0, and so does a loss whose ratios are 1
+            more["cancels"] = {"loss": CANCELS[name.split(",")[0]]}
         print(json.dumps({"case": name, "steps": steps, "sent": sent} | more))
     if comm is not None:
         comm.stats.reset()
