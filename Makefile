@@ -78,14 +78,15 @@ lint: $(READY)
 setup: $(READY) $(OLDEST_TRITON) $(TIMM)
 
 # A stamp for each set of extras: a second call is instant, and a change of what is installed sets up again. torch comes
-# first and pinned, and the build is not isolated, so nothing can pull a second torch. To compile all of these modules
-# would take a minute: what the tests import is compiled here, once, and not by all of their processes at a time.
+# first and pinned, and the build is not isolated, so nothing can pull a second torch; pip itself, as old ones resolve for
+# half a minute. To compile all of these modules would take a minute: what the tests import is compiled here, once, and
+# not by all of their processes at a time.
 $(READY): EXTRAS := dev
 $(SMALL): EXTRAS := cli,plot
 $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"seqpar needs Python >= 3.10, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=... chooses another")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt setuptools wheel numpy torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt pip setuptools wheel numpy torch
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	$(if $(filter dev,$(EXTRAS)),$(BIN)/python -W ignore -c 'from tests.programs import import_libraries; import_libraries()')
 	@touch $@

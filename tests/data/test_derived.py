@@ -40,7 +40,7 @@ def steps(comm: Comm, counts: dict[str, Counter[str]]) -> list[list[torch.Tensor
         threading.current_thread().name = f"rank {comm.rank} step {step}"
         g = torch.Generator().manual_seed(step)
         rows = len(share.positions)
-        leaves = [torch.randn(rows, 2, 8, generator=g).requires_grad_() for _ in range(3)]
+        leaves = [torch.randn(rows, 1, 8, generator=g).requires_grad_() for _ in range(3)]
         for _ in range(2):
             seqpar.attention(*leaves, share.plan, comm, kernel="triton").sum().backward()
         found.append([x.grad for x in leaves])
