@@ -266,10 +266,10 @@ def main() -> int:
                     console.print(f"{row.method} is not timed: {row.refusal}", markup=False, style="dim")
             wrong += [f"{title}: {fault}" for fault in faults(case, rows)]
             result += [{"ranks": ranks, "case": name} | row._asdict() for row in rows]
+            if args.json:  # after every case, as a run takes long
+                records.write(args.json, records.environment() | {"rounds": args.rounds, "rows": result})
     for fault in wrong:
         console.print(fault)
-    if args.json:
-        records.write(args.json, records.environment() | {"rounds": args.rounds, "rows": result})
     return bool(wrong)
 
 
