@@ -170,6 +170,12 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     beside = {row["case"]: f"{row['ratio']:.2f}" for row in record("log_probs.json")["rows"]}
     cases = ["forward", *(f"step{head}{entropy}" for entropy in ("", ", entropy in the loss") for head in HEADS)]
     yield "log_probs.json", "log-probabilities of", [beside[case] for case in cases]
+    cases: dict[tuple[int, str], list[float]] = {}
+    for row in record("peers.json")["rows"]:
+        if not row["method"].startswith("seqpar") and not row["refusal"]:
+            cases.setdefault((row["ranks"], row["case"]), []).append(row["both"][0])
+    fastest = [[min(v) for (_, case), v in cases.items() if ("bf16" in case) == bf16] for bf16 in (False, True)]
+    yield "peers.json", "attention on 2 and 4 processes", [ends(several) for several in fastest]
     agreed = {(r["ranks"], r["way"]): r for r in record("agreement.json")["rows"] if r["kind"] == "agree"}
     doubling, to_all = agreed[64, "doubling"], agreed[64, "to all"]
     several = [doubling["messages"], doubling["bytes"], to_all["messages"]]
