@@ -96,7 +96,7 @@ def blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.partition("\n")[0])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_its_commands_run(block: str, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one folder, one after the other. test_calibrate.py measures; here a preset stands for what was measured."""
     monkeypatch.chdir(tmp_path)

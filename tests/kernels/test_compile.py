@@ -157,7 +157,7 @@ def test_docstrings_comments_and_formatting_leave_a_digest(package) -> None:
 
 # capability 9.0 has all that launches differ by: tensor descriptors and asynchronous products
 SAMPLES = [
-    pytest.param("binaries", ["--dim", 64, "--generation", 90, "--dtype", "bf16"], id="attention"),
+    pytest.param("binaries", ["--dim", 64, "--generation", 90, "--dtype", "bf16", "--direction", "dq"], id="attention"),
     pytest.param("binaries", [], id="all attention", marks=pytest.mark.exhaustive),
     pytest.param("small_binaries", [], id="all small", marks=pytest.mark.exhaustive),
     pytest.param("recurrent_binaries", [], id="all recurrent", marks=pytest.mark.exhaustive),
@@ -170,6 +170,6 @@ SAMPLES = [
 @pytest.mark.sampled(2)
 def test_what_compiles_here_is_what_was_committed(name, flags, where, tmp_path) -> None:
     rows, known = compiled(name, where, tmp_path / "rows.jsonl", *flags), committed(name, where)
-    assert len(rows) >= 7
+    assert len(rows) >= 2
     for row in rows:
         assert row in known
