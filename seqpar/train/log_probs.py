@@ -53,7 +53,7 @@ def token_log_probs(
 
     hidden [T, E], weight [V, E], bias [V], labels [T] int64, already at the row that predicts them. The logits
     ``hidden @ weight.T + bias`` are capped as ``softcap * tanh(logits / softcap)``, then divided by `temperature`, and
-    exist for `chunk` rows at a time. Rows labelled `ignore_index` give 0 and have no gradient. Products have
+    exist for `chunk` rows at a time. A bias of -inf rules a token out. Rows labelled `ignore_index` give 0 and have no gradient. Products have
     autocast's dtype where it is on, else hidden's; results and sums are fp32 (fp64 for fp64).
 
     Differentiable in hidden, weight and bias; a weight that needs no gradient costs none. Results of a
@@ -68,7 +68,7 @@ def token_log_probs(
     check_head("token_log_probs", hidden, weight, bias, softcap, chunk)
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"token_log_probs: temperature={temperature}, expected a finite number above 0")
-    options = _Settings(temperature, bool(entropy), softcap, ignore_index, chunk)
+    options = _Settings(temperature, bool(entropy), softcap, ignore_index, chunk, bias is not None)
     return _TokenLogProbs.apply(hidden, weight, bias, labels, options)  # type: ignore[no-any-return]
 
 
@@ -80,6 +80,7 @@ class _Settings(NamedTuple):
     softcap: float
     ignore_index: int
     chunk: int
+    biased: bool
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -165,6 +166,7 @@ def _results(z: Tensor, labels: Tensor, to: list[Tensor], o: _Settings, grad: bo
     if o.entropy or grad:
         z.sub_(lse[:, None])
     if o.entropy:
+        _ruled_out(z, o)
         entropies.copy_(-torch.linalg.vecdot(z.exp(), z).masked_fill(~keep, 0.0))
     if grad:
         z.exp_().neg_().scatter_add_(1, at, torch.ones_like(at, dtype=z.dtype))
@@ -184,9 +186,16 @@ def _slopes(z: Tensor, labels: Tensor, facts: Tensor, o: _Settings) -> None:
     at = labels.masked_fill(~keep, 0)[:, None]
     z.sub_(lse[:, None])
     if parts:
+        _ruled_out(z, o)
         of_log_probs, of_entropies = (part[:, None] for part in parts)
         weights = (z + entropies[:, None]).mul_(of_entropies).add_(of_log_probs)
         z.exp_().mul_(weights).neg_().scatter_add_(1, at, of_log_probs.to(z.dtype))
     else:
         z.exp_().neg_().scatter_add_(1, at, torch.ones_like(at, dtype=z.dtype))
     finish(z, keep, slope)
+
+
+def _ruled_out(z: Tensor, o: _Settings) -> None:
+    """Make the log-probability of a token that the bias rules out finite, in place, as 0 times -inf is NaN."""
+    if o.biased:
+        z.clamp_(min=torch.finfo(z.dtype).min)

@@ -87,6 +87,22 @@ def test_results_and_gradients_are_those_of_dense_logits(
             torch.testing.assert_close(got, reference, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("used", USED.values(), ids=USED)
+def test_a_token_with_a_bias_of_minus_infinity_is_not_there(frozen: bool, used: tuple[int, int]) -> None:
+    hidden, weight, bias, labels = given()
+    bias[-2:], labels = -math.inf, labels.clamp(max=V - 3)
+    leaves = [x.requires_grad_(x is hidden or not frozen) for x in (hidden, weight, bias)]
+    leaves = leaves[:1] if frozen else leaves
+    expected = dense(hidden, weight[:-2], bias[:-2], labels)
+    found = token_log_probs(hidden, weight, labels, bias=bias, entropy=True)
+    for got, reference in zip(found, expected):
+        torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-12)
+    wanted = grads(weighted(expected, used), *leaves)
+    for got, reference in zip(grads(weighted(found, used), *leaves), wanted, strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("needs", [combination for combination in product((False, True), repeat=3) if any(combination)])
 def test_gradients_that_nobody_needs_are_not_made(needs: tuple[bool, ...]) -> None:
     *leaves, labels = given()
