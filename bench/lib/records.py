@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
     """The machine, versions, commit and time of new figures."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     versions = {"seqpar": seqpar.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-    for name in ("numpy", "scipy"):
+    for name in ("numpy", "scipy", "transformers", "diffusers", "deepspeed"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
