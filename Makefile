@@ -19,7 +19,7 @@ GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard 
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick exhaustive soak bits bench results docs links gpu sanitize lint setup clean
+.PHONY: demo test quick exhaustive binaries soak bits bench results docs links gpu sanitize lint setup clean
 
 # with less than the tests need, unless that is installed
 demo: $(or $(wildcard $(READY)),$(SMALL))
@@ -33,7 +33,11 @@ quick: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
 exhaustive: $(READY) $(OLDEST_TRITON) $(TIMM)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "exhaustive or hypothesis" --timeout 0 --hypothesis-profile=search $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "(exhaustive or hypothesis) and not binaries" --timeout 0 --hypothesis-profile=search $(ARGS)
+
+# whether Triton makes of the GPU kernels what bench/results has of them, once per change of one or of Triton's version
+binaries: $(READY) $(OLDEST_TRITON)
+	$(BIN)/python -m pytest -q -m binaries --timeout 0 $(ARGS)
 
 # ten minutes of random verbs over processes; ARGS="--minutes 2" takes less
 soak: $(READY)
@@ -91,7 +95,7 @@ $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	$(if $(filter dev,$(EXTRAS)),$(BIN)/python -W ignore -c 'from tests.programs import import_libraries; import_libraries()')
 	@touch $@
 
-# The oldest supported Triton, beside the installed one: `make exhaustive` compiles the GPU kernels with both.
+# The oldest supported Triton, beside the installed one: `make binaries` compiles the GPU kernels with both.
 $(VENV)/triton-3.6: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ triton==3.6.0
 

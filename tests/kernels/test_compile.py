@@ -3,7 +3,7 @@
 No GPU is needed: this is what covers the bf16 variants where the interpreter cannot run them. Compiling all takes
 twenty minutes of a processor, and is done after a change of the kernels: the rows are in bench/results and say from
 which sources they were made. Here they are held to what is promised, and some of them are compiled again, all
-of them by `make exhaustive`.
+of them by `make binaries`.
 """
 
 from __future__ import annotations
@@ -155,12 +155,13 @@ def test_docstrings_comments_and_formatting_leave_a_digest(package) -> None:
     assert [digest(*files, package=package) for files in FILES] == before
 
 
+ALL = [pytest.mark.exhaustive, pytest.mark.binaries]
 # capability 9.0 has all that launches differ by: tensor descriptors and asynchronous products
 SAMPLES = [
     pytest.param("binaries", ["--dim", 64, "--generation", 90, "--dtype", "bf16", "--direction", "dq"], id="attention"),
-    pytest.param("binaries", [], id="all attention", marks=pytest.mark.exhaustive),
-    pytest.param("small_binaries", [], id="all small", marks=pytest.mark.exhaustive),
-    pytest.param("recurrent_binaries", [], id="all recurrent", marks=pytest.mark.exhaustive),
+    pytest.param("binaries", [], id="all attention", marks=ALL),
+    pytest.param("small_binaries", [], id="all small", marks=ALL),
+    pytest.param("recurrent_binaries", [], id="all recurrent", marks=ALL),
 ]
 
 
