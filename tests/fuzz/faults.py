@@ -27,6 +27,8 @@ TIMEOUT = 2.5  # seconds, of the comms, where a fault may show only then
 MARGIN = 40.0  # seconds that a busy machine may take beside it
 FAULTS = ("kill", "stop", "pause", "sleep", "oversleep", "fork", "exception", "exit", "interrupt")
 HARMLESS = ("pause", "sleep", "fork")
+NOTICED = ("kill", "exception", "exit", "interrupt")  # over shared memory, once its constructor is done
+FIRST_VERB = 6  # events before it are the constructor's
 EVENTS = 60  # a run has about as many
 
 
@@ -43,7 +45,7 @@ class Schedule:
         kinds = ["gloo", "shm"] if seqpar.native.missing() is None else ["gloo"]
         size = draw.randint(2, 4)
         # every third in the constructor
-        event = draw.randrange(6) if draw.random() < 0.3 else draw.randrange(6, EVENTS)
+        event = draw.randrange(FIRST_VERB) if draw.random() < 0.3 else draw.randrange(FIRST_VERB, EVENTS)
         return draw.choice(kinds), size, draw.choice(FAULTS), draw.randrange(size), event
 
     def __str__(self) -> str:
@@ -163,7 +165,8 @@ def rank_main(rank: int, size: int, port: int, schedule: Schedule, pipe) -> None
             fault.around(owner, name).start()
     comm = None
     try:
-        comm = make(timeout=3 * TIMEOUT + MARGIN if what in HARMLESS else TIMEOUT, check="call")
+        patient = what in HARMLESS or (what in NOTICED and kind == "shm" and event >= FIRST_VERB)
+        comm = make(timeout=3 * TIMEOUT + MARGIN if patient else TIMEOUT, check="call")
         if rank == victim:
             fault.comm = comm
         answer = ("right", [x.numpy() for x in verbs(comm)])
