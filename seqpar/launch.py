@@ -244,7 +244,7 @@ def _worker(rank: int, size: int, port: int, on_gpus: bool, pipe: Connection) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):  # blocked by `serve_forks`
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    gc.freeze()  # or each process would look through what all are forked with, and get a copy of it
+    gc.freeze()  # or a garbage collection would walk all that ranks are forked with, and so copy it
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300))
     if on_gpus:

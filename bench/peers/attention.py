@@ -1,12 +1,15 @@
 """Attention of seqpar beside what a user would take instead, in one run: forward, and forward plus backward.
 
-    python -m bench.peers.attention                                        # all cases on 2 and 4 ranks, half an hour
+    python -m bench.peers.attention                                     # all cases on 2 and 4 ranks, an hour and more
     python -m bench.peers.attention --cases 8K --ranks 2 --rounds 7 --json bench/results/peers.json
 
 Methods by hand, libraries and seqpar's plans over gloo and shared memory take turns, in reversed order every second
 round; a time is that of the slowest rank. Each method first runs once untimed, and its output and gradients are
 compared with those of torch's operator on the whole batch. A method that does not run, or a peer that is not exact,
-shows its error and is not timed.
+shows its error and is not timed; so does a library that is not installed. DeepSpeed, without its own kernels:
+
+    export DS_BUILD_OPS=0 PYTHONPATH=out/deepspeed
+    pip install --no-deps --no-build-isolation --target out/deepspeed deepspeed==0.19.8 hjson ninja msgpack py-cpuinfo
 
 The ratio of a method is to the fastest of seqpar's, per round: its median and an interval. Exit code 1 if a peer is
 faster than all of seqpar's beyond its interval, or if one of seqpar's rows is not exact.

@@ -80,7 +80,7 @@ class _Settings(NamedTuple):
     softcap: float
     ignore_index: int
     chunk: int
-    biased: bool
+    biased: bool  # logits may be -inf
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -166,7 +166,7 @@ def _results(z: Tensor, labels: Tensor, to: list[Tensor], o: _Settings, grad: bo
     if o.entropy or grad:
         z.sub_(lse[:, None])
     if o.entropy:
-        _ruled_out(z, o)
+        _keep_finite(z, o)
         entropies.copy_(-torch.linalg.vecdot(z.exp(), z).masked_fill(~keep, 0.0))
     if grad:
         z.exp_().neg_().scatter_add_(1, at, torch.ones_like(at, dtype=z.dtype))
@@ -186,7 +186,7 @@ def _slopes(z: Tensor, labels: Tensor, facts: Tensor, o: _Settings) -> None:
     at = labels.masked_fill(~keep, 0)[:, None]
     z.sub_(lse[:, None])
     if parts:
-        _ruled_out(z, o)
+        _keep_finite(z, o)
         of_log_probs, of_entropies = (part[:, None] for part in parts)
         weights = (z + entropies[:, None]).mul_(of_entropies).add_(of_log_probs)
         z.exp_().mul_(weights).neg_().scatter_add_(1, at, of_log_probs.to(z.dtype))
@@ -195,7 +195,7 @@ def _slopes(z: Tensor, labels: Tensor, facts: Tensor, o: _Settings) -> None:
     finish(z, keep, slope)
 
 
-def _ruled_out(z: Tensor, o: _Settings) -> None:
+def _keep_finite(z: Tensor, o: _Settings) -> None:
     """Make the log-probability of a token that the bias rules out finite, in place, as 0 times -inf is NaN."""
     if o.biased:
         z.clamp_(min=torch.finfo(z.dtype).min)

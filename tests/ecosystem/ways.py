@@ -8,6 +8,7 @@ another order of its rows shows; the ranks are then to be as near to fp64 as one
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -287,6 +288,23 @@ def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> 
         if errors[0] <= ALIKE * errors[1]:
             return "exact: {:.1e} apart, {:.1e} from fp64 (RMS), where one process is {:.1e}".format(apart, *errors)
     return f"WRONG by {apart:.1e}"
+
+
+def assert_close(
+    found: Tensor, one: Tensor, limit: float, most: float, name: str, truth: Callable[[], dict[str, Tensor]] | None
+) -> None:
+    """Assert that a gradient is that of one process up to `limit` times `most`, its or its model's largest element.
+
+    truth: makes the gradients in fp64. With it, one that differs by more is right if `MOST` allows that in fp32 and it
+    is as near to fp64 as one process is.
+    """
+    worst = float((found - one).abs().max())
+    if worst <= limit * most:
+        return
+    assert truth is not None and worst <= MOST * most, f"{name}: {worst} of {most}"
+    exact = truth()[name]
+    errors = [float((x.double() - exact).norm()) for x in (found, one)]
+    assert errors[0] <= ALIKE * errors[1], f"{name}: {worst} of {most}, from fp64 {errors}"
 
 
 def _together(ranks: list[Outcome], *, reported: bool) -> Outcome:

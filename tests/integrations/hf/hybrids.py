@@ -17,7 +17,7 @@ import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from tests.ecosystem import architectures
 from tests.ecosystem.architectures import Architecture
-from tests.ecosystem.ways import ALIKE, MOST, islands
+from tests.ecosystem.ways import assert_close, islands
 from tests.integrations.hf.models import documents, kept, largest
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -145,10 +145,5 @@ def check(
     floor = 1e-6 * largest(grads)
     for name, whole in grads.items():
         total = torch.stack([each[name] for _, each in found]).sum(0)
-        worst, most = float((total - whole).abs().max()), max(float(whole.abs().max()), floor)
-        if worst > tolerance * most and truth is not None:
-            exact = truth()[name]
-            errors = [float((x - exact).norm()) for x in (total.double(), whole.double())]
-            assert worst <= MOST * most and errors[0] <= ALIKE * errors[1], f"{name}: {worst} of {most}, {errors}"
-        else:
-            assert worst <= tolerance * most, f"{name}: {worst} of {most}"
+        most = max(float(whole.abs().max()), floor)
+        assert_close(total, whole, tolerance, most, name, truth)
