@@ -62,9 +62,8 @@ def dense_attention(
     p = torch.softmax(s.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)[..., : mask.kv_tokens]
     if dropout_p:
         heads = range(q.shape[1])
-        a = dropout.words(at, heads, dropout_seed, side=0)[..., None]
-        b = dropout.words(columns, heads, dropout_seed, side=1)[:, None]
-        p = p * dropout.keep(a, b, dropout_p) / (1 - dropout_p)
+        a, b = dropout.words(at, columns, heads, dropout_seed)
+        p = p * dropout.keep(a[..., None], b[:, None], dropout_p) / (1 - dropout_p)
     return torch.einsum("hij,jhd->ihd", p, values), lse.t()
 
 

@@ -8,18 +8,25 @@ Source: Salmon et al. 2011 (Philox); the mixing constants are Wellons' lowbias32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.kernels.protocol import StepFacts
+
+Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> Tensor:
-    """Word 0 of Philox4x32-10. Words are int64 tensors that hold 32 bits; a wrapped product keeps these bits."""
+def philox(counter: Sequence[Words], key: tuple[int, int]) -> Words:
+    """Word 0 of Philox4x32-10. Words are int64 that hold 32 bits; a wrapped product keeps these bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -29,14 +36,22 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return c0
 
 
-def words(positions: Tensor, heads: range, seed: int, *, side: int) -> Tensor:
-    """``a`` (side 0, queries) or ``b`` (side 1, keys), int32 [heads, rows]."""
-    at = (positions.long() & _WORD)[None, :]
-    head = torch.arange(heads.start, heads.stop, device=positions.device)[:, None]
-    zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+def words(queries: Tensor, keys: Tensor, heads: range, seed: int) -> tuple[Tensor, Tensor]:
+    """``a`` of positions of queries and ``b`` of positions of keys, int32 [heads, rows]."""
+    at = torch.cat([queries, keys]).long() & _WORD
+    side = torch.zeros_like(at)
+    side[len(queries) :] = 1
+    head = torch.arange(heads.start, heads.stop, device=at.device)[:, None]
+    counter = (at[None], head, side[None], torch.zeros_like(head))
     seed &= (1 << 64) - 1
-    word = philox((at + zero * head, head + zero * at, zero + side, zero), (seed & _WORD, seed >> 32))
-    return _signed(word).to(torch.int32)
+    key = (seed & _WORD, seed >> 32)
+    if at.device.type == "cpu":  # these are a hundred operations, which numpy starts in a fraction of torch's time
+        word = torch.from_numpy(philox([x.numpy() for x in counter], key))
+    else:
+        word = philox(counter, key)
+    signed = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+    a, b = signed.split([len(queries), len(keys)], 1)
+    return a.contiguous(), b.contiguous()
 
 
 def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tensor]:
@@ -49,8 +64,7 @@ def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tenso
     if any(seed != earlier for earlier, _ in kept):
         kept.clear()
     if (seed, heads) not in kept:
-        sides = enumerate((facts.pos, facts.key_pos))
-        kept[seed, heads] = tuple(words(at, heads, seed, side=side) for side, at in sides)
+        kept[seed, heads] = words(facts.pos, facts.key_pos, heads, seed)
     return kept[seed, heads]
 
 
@@ -66,6 +80,3 @@ def keep(a: Tensor, b: Tensor, p: float) -> Tensor:
     flip = -(1 << 31)  # unsigned order is signed order with the top bit flipped
     return (x ^ flip) >= int(p * 2**32) + flip
 
-
-def _signed(word: Tensor) -> Tensor:
-    return torch.where(word >= 1 << 31, word - (1 << 32), word)

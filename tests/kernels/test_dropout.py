@@ -110,15 +110,13 @@ KEEP = {
 @pytest.mark.parametrize(("seed", "head", "position"), WORDS)
 def test_committed_words(seed, head, position) -> None:
     at, heads = torch.tensor([position], dtype=torch.int32), range(head, head + 1)
-    got = tuple(unsigned(dropout.words(at, heads, seed, side=side))[0] for side in (0, 1))
+    got = tuple(unsigned(word)[0] for word in dropout.words(at, at, heads, seed))
     assert got == WORDS[seed, head, position]
 
 
 @pytest.mark.parametrize(("seed", "head", "query", "key", "p"), KEEP)
 def test_committed_pairs(seed, head, query, key, p) -> None:
-    a, b = (
-        dropout.words(torch.tensor([x]), range(head, head + 1), seed, side=side) for side, x in enumerate((query, key))
-    )
+    a, b = dropout.words(torch.tensor([query]), torch.tensor([key]), range(head, head + 1), seed)
     assert bool(dropout.keep(a[..., None], b[:, None], p).item()) == KEEP[seed, head, query, key, p]
 
 
@@ -131,8 +129,7 @@ def test_committed_pairs(seed, head, query, key, p) -> None:
 )
 def test_words_and_pairs_follow_the_definition(seed, first, queries, keys, p) -> None:
     heads = range(first, first + 2)
-    a = dropout.words(torch.tensor(queries, dtype=torch.int32), heads, seed, side=0)
-    b = dropout.words(torch.tensor(keys, dtype=torch.int32), heads, seed, side=1)
+    a, b = dropout.words(*(torch.tensor(x, dtype=torch.int32) for x in (queries, keys)), heads, seed)
     got = dropout.keep(a[..., None], b[:, None], p).numpy()
     np.testing.assert_array_equal(got, kept(seed, first + 2, np.array(queries), np.array(keys), p)[first:])
 
@@ -141,7 +138,7 @@ def test_words_and_pairs_follow_the_definition(seed, first, queries, keys, p) ->
 def test_the_share_of_kept_pairs_is_one_less_p(p) -> None:
     at = torch.arange(600)
     heads = range(4)
-    a, b = (dropout.words(at, heads, 7, side=side) for side in (0, 1))
+    a, b = dropout.words(at, at, heads, 7)
     keep = dropout.keep(a[..., None], b[:, None], p).double()
     sigma = (p * (1 - p) / keep[0].numel()) ** 0.5
     assert ((keep.mean((1, 2)) - (1 - p)).abs() < 5 * sigma).all(), "each head"

@@ -270,7 +270,8 @@ def test_heads_far_into_a_model_drop_their_own_pairs() -> None:
     assert len(results) >= 2
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
-    assert dropout.words(torch.arange(3), range(2, 4), 1, side=0).shape == (2, 3)
+    a, b = dropout.words(torch.arange(3), torch.arange(5), range(2, 4), 1)
+    assert a.shape == (2, 3) and b.shape == (2, 5)
 
 
 CALL = CallSpec("cpu", 0, torch.float32, heads=2, kv_heads=2, dim=8, v_dim=8)

@@ -192,7 +192,7 @@ def pairwise(points: list[Point]) -> list[Point]:
 
     def pairs(point: Point) -> set[tuple[object, ...]]:
         case, heads = point
-        axes = (case.layout, case.transport, case.ranks, (case.ranks, case.ulysses), case.mask, heads)
+        axes = (case.layout, case.transport, case.ranks, case.ulysses, case.mask, heads)
         return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
 
     order = np.random.default_rng(0).permutation(len(points))
