@@ -80,7 +80,7 @@ def check_trains_alike(program: str, ranks: int, programs: Programs, folder: Pat
 @pytest.mark.parametrize(
     ("page", "number"), [(page.stem, n) for page in PAGES for n in range(len(SCRIPT.findall(page.read_text())))]
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_its_scripts_run(page: str, number: int, programs: Programs, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text, shown = SCRIPT.findall((ROOT / "docs" / f"{page}.md").read_text())[number]

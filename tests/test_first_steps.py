@@ -65,6 +65,7 @@ def test_a_mean_over_rows_of_a_rank_is_as_many_times_too_large_as_there_are_rank
         ("valid=sum(lengths)", "valid=len(labels)", "not close"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_comparison_finds_a_mistake(right: str, wrong: str, said: str, programs: Programs, tmp_path: Path) -> None:
     script = tmp_path / "check.py"
     assert right in CHECK

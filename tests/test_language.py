@@ -94,9 +94,11 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def summaries(text: str) -> Iterator[tuple[int, str]]:
     """The first paragraphs of docstrings, with the lines where they begin."""
-    for node in ast.walk(ast.parse(text)):
+    nodes: list[ast.AST] = [ast.parse(text)]
+    for node in nodes:
         if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
             yield node.body[0].lineno, docstring.partition("\n\n")[0]
+        nodes += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]
 
 
 def wraps(summary: str) -> bool:

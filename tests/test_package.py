@@ -13,6 +13,7 @@ import sysconfig
 import zipfile
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -282,41 +283,50 @@ def fresh(code: str) -> str:
     ).stdout
 
 
+class Imported(NamedTuple):
+    """What a process finds after the first import of seqpar, of its command and of its planner, in this order."""
+
+    beyond_torch: list[str]  # modules that `import torch, numpy` does not load
+    tools: list[str]  # of the command
+    planner: list[str]
+
+
 @pytest.fixture(scope="module")
-def loaded() -> list[str]:
-    """Modules that `import seqpar` loads beyond those of `import torch, numpy`."""
-    code = (
-        "import sys, numpy, torch; before = set(sys.modules); import seqpar; print(*sorted(set(sys.modules) - before))"
-    )
-    return fresh(code).split()
+def imported() -> Imported:
+    """One process for all, as to start one takes seconds."""
+    code = """
+import sys, numpy, torch
+before = set(sys.modules)
+import seqpar
+print(*sorted(set(sys.modules) - before))
+before = set(sys.modules)
+import seqpar.cli
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} & {"rich", "matplotlib"}))
+print(seqpar.planner.Link.__name__, seqpar.plan_batch([8], 2).layout.ranks)
+"""
+    return Imported(*(line.split() for line in fresh(code).split("\n")[:3]))
 
 
-def test_a_cold_import_loads_nothing_heavy(loaded: list[str]) -> None:
-    heavy = [name for name in loaded for module in HEAVY if name == module or name.startswith(module + ".")]
-    assert "seqpar" in loaded
+def test_a_cold_import_loads_nothing_heavy(imported: Imported) -> None:
+    names = imported.beyond_torch
+    heavy = [name for name in names for module in HEAVY if name == module or name.startswith(module + ".")]
+    assert "seqpar" in names
     assert heavy == []
 
 
-def test_a_cold_import_loads_few_modules_beyond_torch(loaded: list[str]) -> None:
+def test_a_cold_import_loads_few_modules_beyond_torch(imported: Imported) -> None:
     # What bench/cpu/import_time.py measures in seconds, in modules: torch itself loads over a thousand.
-    others = [name for name in loaded if name.split(".")[0] != "seqpar"]
+    others = [name for name in imported.beyond_torch if name.split(".")[0] != "seqpar"]
     assert len(others) <= 60, others
 
 
-def test_the_planner_is_loaded_when_it_is_asked_for(loaded: list[str]) -> None:
-    assert not [name for name in loaded if name.startswith("seqpar.planner")]
-    assert (
-        fresh("import seqpar; print(seqpar.planner.Link.__name__, seqpar.plan_batch([8], 2).layout.ranks)")
-        == "Link 2\n"
-    )
+def test_the_planner_is_loaded_when_it_is_asked_for(imported: Imported) -> None:
+    assert not [name for name in imported.beyond_torch if name.startswith("seqpar.planner")]
+    assert imported.planner == ["Link", "2"]
 
 
-def test_a_command_imports_its_tools_only_when_called() -> None:
-    code = (
-        "import sys, seqpar; before = set(sys.modules); import seqpar.cli; "
-        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} & {'rich', 'matplotlib'}))"
-    )
-    assert fresh(code).split() == []
+def test_a_command_imports_its_tools_only_when_called(imported: Imported) -> None:
+    assert imported.tools == []
 
 
 def test_the_package_is_typed() -> None:
@@ -413,12 +423,13 @@ WORKING = SOURCE + "PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&m); }\n
 @pytest.mark.parametrize(
     ("source", "env", "compiled", "message"),
     [
-        (WORKING, {"CXX": "no-such-compiler"}, False, "no C++ compiler (no-such-compiler)"),
         ("#error does not compile\n", {}, False, "installs without seqpar._C"),
+        (WORKING, {"CXX": "no-such-compiler"}, False, "no C++ compiler (no-such-compiler)"),
         (WORKING, {}, True, ""),
     ],
-    ids=["no-compiler", "broken", "working"],
+    ids=["broken", "no-compiler", "working"],
 )
+@pytest.mark.sampled(3)
 def test_the_extension_is_built_where_it_can_be(
     tree: Path, source: str, env: dict[str, str], compiled: bool, message: str
 ) -> None:

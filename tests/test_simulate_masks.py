@@ -35,6 +35,7 @@ def dense(name: str, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["causal", "lambda", "shared question", "causal blockwise"])
+@pytest.mark.sampled(2)
 def test_masks_are_those_of_their_definitions(name: str) -> None:
     mask = import_module("bench.planner.masks").MASKS[name](LENGTHS)
     assert mask.lengths.tolist() == LENGTHS.tolist() and mask.within_documents

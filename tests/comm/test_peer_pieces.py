@@ -101,6 +101,7 @@ def test_processes_exchange_in_pieces():
 
 
 @pytest.mark.parametrize("case", [OVER_RANKS[n] for n in (1, 4, 5, 7)], ids=str)
+@pytest.mark.sampled(2)
 def test_attention_without_room_equals_one_device(case):
     run = partial(threads, delay=0.0001, **SMALL)
     check(case.plan(), (6, 2), (8, 4), Options(sinks=True), run=run)

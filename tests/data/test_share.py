@@ -39,6 +39,7 @@ def test_every_token_is_computed_once_with_its_label_and_goes_home(data: st.Data
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.sampled(2)
 def test_every_form_of_batch_goes_with_every_other(planner: str) -> None:
     for i in range(0, len(KINDS), 2):
         cases = [make(kind, i, "row") for kind in (*KINDS[i : i + 2], "right", "packed")]

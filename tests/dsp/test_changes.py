@@ -178,6 +178,7 @@ def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["core", "pairs"])
+@pytest.mark.sampled(2)
 def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) -> None:
     (want,) = run_threads(1, part_again, name, reentrant)
     compared(run_threads(3, part_again, name, reentrant), want)

@@ -66,6 +66,7 @@ def on_a_rank(comm: Comm, core: int, t: int, s: int, width: int) -> dict[str, Te
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("ranks, core, t, s", [(4, 2, 5, 7), (6, 3, 5, 7), (6, 2, 2, 9), (8, 4, 3, 11), (3, 3, 1, 5)])
+@pytest.mark.sampled(3)
 def test_a_grid_of_ranks_gives_the_numbers_of_one_process(ranks, core, t, s, width) -> None:
     (want,) = run_threads(1, on_a_rank, 0, t, s, width)
     compared(run_threads(ranks, on_a_rank, core, t, s, width), want)

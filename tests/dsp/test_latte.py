@@ -33,7 +33,7 @@ def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple
     [(6, 5, 2, 2), (6, 5, 2, 3), (6, 5, 1, 4), (6, 5, 2, 6), (6, 3, 1, 8), (6, 1, 1, 3), (6, 1, 2, 4), (2, 3, 1, 2),
      (10, 7, 1, 4)],
 )  # fmt: skip
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_every_rank_has_the_output_and_gradients_sum(size, frames, count, ranks, how) -> None:
     want = gradients(latte(size, frames), clip(size, frames, count))
     found = run_threads(ranks, on_a_rank, size, frames, count, how)

@@ -59,6 +59,7 @@ def without(comm: Comm, how: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["no grad", "inference", "frozen", "some", "parameters"])
+@pytest.mark.sampled(2)
 def test_passes_in_which_not_everything_needs_a_gradient(how) -> None:
     (want,) = run_threads(1, without, how)
     for ranks in (2, 3):

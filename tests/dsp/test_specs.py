@@ -48,6 +48,7 @@ def test_it_is_so_where_dimensions_are_shorter_than_the_ranks(name, ranks, batch
 
 
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
+@pytest.mark.sampled(2)
 def test_it_is_so_on_processes(name) -> None:
     compared([rank for rank, _ in run_processes(3, on_a_rank, name, 1)], alone(name, 1))
 

@@ -26,6 +26,7 @@ from tests.integrations.hf.models import SIZES, batches, build
 
 
 @pytest.mark.parametrize("around", [DistributedDataParallel, FullyShardedDataParallel, nn.DataParallel, torch.compile])
+@pytest.mark.sampled(2)
 def test_what_goes_around_a_model_comes_later(around: object) -> None:
     if isinstance(around, type):  # their constructors want a group
         model = around.__new__(around)

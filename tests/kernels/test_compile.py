@@ -137,6 +137,7 @@ FILES = [("__init__", "forward"), ("__init__", "backward"), ("merge",), ("rotary
         ("delta", FILES[5:]),
     ],
 )
+@pytest.mark.sampled(4)
 def test_a_change_of_code_concerns_the_kernels_compiled_from_it(name, changed, package) -> None:
     digest = import_module("bench.gpu.binaries").digest.__wrapped__  # of files as they are, not as they were
     before = [digest(*files, package=package) for files in FILES]

@@ -60,7 +60,7 @@ def pairs(cases: list[Case]) -> list[object]:
 
 
 @pytest.mark.parametrize(("kernel", "case"), pairs(small_cases() + LARGE))
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_forward_and_backward_equal_the_oracle(kernel, case) -> None:
     equals_oracle(kernel, case)
 
@@ -109,7 +109,7 @@ LONG = {mask: Case(mask, 700, 1300, 1, 1, dtype=torch.float32) for mask in ("cau
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["k", "v"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(kernel, mask, row, bad, where) -> None:
     """Rows 640 and 1030 lie in a full tile for some queries and in partial and empty ones for others."""
     case = LONG[mask]

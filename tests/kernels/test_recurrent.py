@@ -72,7 +72,7 @@ def test_some_heads_of_more_have_the_bits_of_their_copies(decay, beta) -> None:
 @pytest.mark.parametrize("strength", [0.0, 0.1, 80.0])
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
 @pytest.mark.parametrize("kernel", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_all_parts_and_gradients(kernel, decay, beta, strength) -> None:
     family = Family(decay, beta, strength=strength, dim=9, values=5, unit=True)
     assert max(differences(parts(kernel, family), expected(family))) < 1e-12
@@ -81,7 +81,7 @@ def test_all_parts_and_gradients(kernel, decay, beta, strength) -> None:
 @pytest.mark.parametrize("counts", [COUNTS, np.array([20, 3, 20, 20])], ids=["long", "short"])
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
 @pytest.mark.parametrize("kernel", [*KINDS, pytest.param(TokenByToken(), id="reference")])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_replay_has_the_bits_of_the_gradients(kernel, decay, beta, counts) -> None:
     family, entering = Family(decay, beta, dim=9, values=5, unit=True), torch.ones(len(counts), 4, 9, 5).double()
     leaves = [x if x is None else x.requires_grad_() for x in (*family.inputs(Mask(counts))[:5], entering)]
@@ -119,6 +119,7 @@ def parts_of_channels(kernel: RecurrentKernel, dims: int, rates: bool, dtype: to
 
 @pytest.mark.parametrize(("dims", "rates"), [(3, True), (3, False), (1, False)])
 @pytest.mark.parametrize("at_once", [1, 1 << 18])
+@pytest.mark.sampled(2)
 def test_states_of_channels_in_steps(monkeypatch, at_once, dims, rates) -> None:
     monkeypatch.setitem(steps.AT_ONCE, "cpu", at_once)
     wanted = parts_of_channels(TokenByToken(), dims, rates, torch.float64)

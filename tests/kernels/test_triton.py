@@ -80,7 +80,7 @@ CAST = [pytest.param(d, t) for n, d in enumerate(DIMS) for t in (torch.float32, 
 
 
 @pytest.mark.parametrize(("dims", "dtype"), CAST)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_head_dims(dims, dtype) -> None:
     suite.equals_oracle(Triton(), replace(BASE, dim=dims[0], v_dim=dims[1], dtype=dtype, splits=2, mask="packed"))
 
@@ -91,7 +91,7 @@ def test_head_dims_of_two_wide_pieces() -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "packed", "window", "bounds"])
 @pytest.mark.parametrize("options", [{}, suite.OPTIONS[-1]], ids=["plain", "all options"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_bf16_with_operands_cast_for_the_interpreter(mask, options, monkeypatch) -> None:
     # The interpreter truncates where a GPU rounds to nearest even.
     monkeypatch.setitem(suite.LIMIT, torch.bfloat16, 6e-3)

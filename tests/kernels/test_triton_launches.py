@@ -45,7 +45,6 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "off alignment": {"stored": "odd"},
     "expanded rows": {"stored": "expanded"},
 }
-IN_CI = "one of everything, every option"  # a launch compiles 13 variants
 
 
 def run(what: str) -> str:
@@ -58,11 +57,11 @@ def run(what: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("which", ["one", pytest.param("all in both dtypes", marks=pytest.mark.exhaustive)])
-def test_unusual_launches_compile_and_are_prepared_once(which: str) -> None:
-    """One in bf16, or all of them in both dtypes."""
-    assert run(which).split()[-1] == str(3 * (1 if which == "one" else 2 * len(LAUNCHES)))
+def test_unusual_launches_compile_and_are_prepared_once() -> None:
+    """In both dtypes; each launch compiles 13 variants."""
+    assert run("all").split()[-1] == str(3 * 2 * len(LAUNCHES))
 
 
 @pytest.mark.exhaustive
@@ -71,7 +70,7 @@ def test_all_variants_are_compiled_with_the_first_launch() -> None:
     assert run("variants").split() == ["dkdv", "8", "dq", "1", "forward", "4", "dkdv", "16", "dq", "2", "forward", "8"]
 
 
-def compile_all(which: str) -> int:
+def compile_all() -> int:
     """Prints the launches that fail, and how many of them there were in all."""
     import triton
     from triton.runtime import JITFunction
@@ -88,9 +87,7 @@ def compile_all(which: str) -> int:
     stub = Stub(90)
     triton.runtime.driver.set_active(stub)
     JITFunction.run = counted
-    dtypes = (torch.bfloat16, torch.float32)
-    chosen = [(IN_CI, dtypes[0])] if which == "one" else itertools.product(LAUNCHES, dtypes)
-    for name, dtype in chosen:
+    for name, dtype in itertools.product(LAUNCHES, (torch.bfloat16, torch.float32)):
         first, again, unprepared = launches_of(dtype, **LAUNCHES[name])
         for step in range(3):
             launches += 1
@@ -224,4 +221,4 @@ def launches_of(
 
 
 if __name__ == "__main__":
-    raise SystemExit(compile_variants() if sys.argv[1] == "variants" else compile_all(sys.argv[1]))
+    raise SystemExit(compile_variants() if sys.argv[1] == "variants" else compile_all())

@@ -233,7 +233,7 @@ PLAIN = [
     "made", [Flash, partial(Flash, -torch.inf), FlashWithLse, Squares], ids=["2", "3", "4", "cudnn"]
 )
 @pytest.mark.parametrize("case", PLAIN, ids=named)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_forward_and_backward_equal_the_oracle(made, case) -> None:
     equals_oracle(Segmented(made()), case)
 
@@ -285,6 +285,7 @@ def test_any_mask_over_any_buffers(seed) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
+@pytest.mark.sampled(3)
 def test_a_plan_over_ranks_equals_one_device(case, sinks, monkeypatch) -> None:
     monkeypatch.setattr(preference, "KERNELS", (*KERNELS, Segmented(FlashWithLse())))
     check(case.plan(), (4, 2), (8, 8), Options(kernel="flash_lse", sinks=sinks), uses=OUT if sinks else EACH)
@@ -508,6 +509,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("keys", [70, 95])
 @pytest.mark.parametrize("mask", MADE_OF_SEGMENTS)
 @pytest.mark.parametrize("made", [AtenFlash, CuDNN])
+@pytest.mark.sampled(3)
 def test_operators_of_torch_are_called_as_they_declare(made, mask, keys, splits) -> None:
     taken = made()
     taken.rows_per_segment = taken.rows_per_call = 0
@@ -768,6 +770,7 @@ def flash4(monkeypatch) -> list[dict[str, object]]:
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("mask", MADE_OF_SEGMENTS)
 @pytest.mark.parametrize(("made", "module"), [(Flash2, "flash2"), (Flash3, "flash3"), (Flash4, "flash4")])
+@pytest.mark.sampled(3)
 def test_flash_attention_is_called_as_its_releases_declare(made, module, mask, splits, request) -> None:
     """Names, order and results; and that a call's wish for determinism gets there."""
     calls = request.getfixturevalue(module)

@@ -108,6 +108,7 @@ def test_gradients_are_those_without_a_checkpoint_or_there_are_none(reentrant, b
 
 @pytest.mark.parametrize("by", ["handle", "objects"])
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.sampled(2)
 def test_a_pipeline_of_micro_batches_with_plans_of_their_own(reentrant, by) -> None:
     """One forward, one backward: each backward comes after the forward of the next micro-batch."""
 

@@ -66,7 +66,7 @@ def test_full_product_equals_one_device(layout, transport, mask) -> None:
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
 @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_real_processes_equal_one_device(case, comm) -> None:
     if comm == "shm" and (why := shm.missing()):
         pytest.skip(why)
@@ -81,7 +81,7 @@ def test_real_processes_equal_one_device(case, comm) -> None:
     [(4, 2, 1), (6, 2, 1), (6, 3, 1), (8, 2, 2), (8, 4, 1), (8, 4, 2), (12, 3, 1), (12, 4, 2), (12, 4, 4)],
 )
 @pytest.mark.parametrize(("mask", "layout"), [("causal", "zigzag"), ("window", "lopsided"), ("packed", "contiguous")])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_nodes_of_any_size_equal_one_device(ranks, node, ulysses, stage_bytes, mask, layout) -> None:
     case = Case(mask, layout, "fetch", ranks, ulysses, (31, 22, 40), 7, stage_bytes=stage_bytes, pads=True, node=node)
     check(case.plan(), (6, 2), (4, 3))

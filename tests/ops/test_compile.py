@@ -376,7 +376,7 @@ LAYOUTS = {"trivial": Layout.contiguous(14, 1), "traded": Layout([list(range(13,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("options", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_attention_is_a_proper_op(layout, grads, options) -> None:
     comm, plan = LocalComm(), Plan(Mask([5, 9]), LAYOUTS[layout])
     handle = bind(plan, comm)

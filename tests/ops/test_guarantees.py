@@ -145,7 +145,7 @@ def delayed(comm: Comm, plan: Plan, naps: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("case", SLOW, ids=str)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_slow_transport_changes_no_bit(case, direct) -> None:
     run = partial(run_threads, case.ranks, delayed, case.plan())
     prompt = run(direct=direct)
@@ -301,7 +301,7 @@ def test_what_is_not_finite_reaches_just_what_sees_it(case, kernel) -> None:
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_is_not_finite_in_tiles_that_are_full(kernel, dtype, ranks) -> None:
     """More than two tiles of 512 rows, so that the value stands in full, partial and empty tiles."""
     tokens, heads, dims = 1100, (1, 1), (2, 2)

@@ -116,7 +116,7 @@ def check(plan: Plan, dtype: torch.dtype, limit: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ranks", [16, 2, 4, 8])
 @pytest.mark.parametrize("name", list(plans(2)))
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
 def test_more_ranks_make_no_larger_error(name, ranks, dtype) -> None:
     plan = plans(ranks)[name]
     if name.endswith("stages"):
@@ -126,7 +126,7 @@ def test_more_ranks_make_no_larger_error(name, ranks, dtype) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 16])
 @pytest.mark.parametrize("name", list(plans(2)))
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_more_ranks_make_no_larger_error_in_float32(name, ranks) -> None:
     check(plans(ranks)[name], torch.float32, GROWTH_OF_A_RING_IN_FLOAT32 if "ring" in name else GROWTH_IN_FLOAT32)
 

@@ -51,7 +51,7 @@ WAYS = [pytest.param(*way) for way in itertools.product(LAYOUTS, TRANSPORTS, (1,
 
 
 @pytest.mark.parametrize(("layout", "transport", "ulysses"), WAYS)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
 def test_every_option_under_every_layout_transport_and_width(layout, transport, ulysses) -> None:
     """An option that a layout, transport or width ignored would give another answer than one device."""
     for n, options in enumerate(OPTIONS):
@@ -63,7 +63,7 @@ def test_every_option_under_every_layout_transport_and_width(layout, transport, 
 @pytest.mark.parametrize("kernel", ["auto", *(k.name for k in KERNELS)])
 @pytest.mark.parametrize("options", [*OPTIONS, Scaled(scale=0.0), Scaled(scale=-0.37)], ids=str)
 @pytest.mark.parametrize("dims", [(4, 4), (4, 2)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_every_kernel_honours_an_option_or_refuses_it_by_name(kernel, options, dims) -> None:
     plan = Case("packed", "zigzag", "fetch", 2, 1, (40, 9)).plan()
     try:

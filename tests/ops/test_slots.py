@@ -50,6 +50,7 @@ def two_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @points
 @pytest.mark.parametrize("delay", [0.0, 0.003])
+@pytest.mark.sampled(2)
 def test_the_bits_are_those_of_one_step_ahead(case: Case, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = case.plan()
     assert max(len(plan.steps(rank, row_bytes=plan.row_bytes(6, 2, 8, 4, 4))) for rank in range(4)) > 3

@@ -326,7 +326,7 @@ def two_layers(comm: Comm, plan: Plan, options: dict[str, object], uploads: dict
 
 
 @points
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -> None:
     events: dict[int, list[str]] = {}
 

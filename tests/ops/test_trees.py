@@ -103,7 +103,7 @@ def test_recurrent_layers_refuse_several_bands_on_all_ranks(name) -> None:
 @pytest.mark.parametrize("mask", ENDING)
 @pytest.mark.parametrize("kernel", ["auto", "native", "blockwise", "reference"])
 @pytest.mark.parametrize(("transport", "ulysses"), [("fetch", 1), ("ring", 1), ("gather", 2)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_kernels_of_the_cpu_equal_one_device(mask, kernel, transport, ulysses) -> None:
     case = Case(mask, "zigzag", transport, 4, ulysses, (300,), stage_bytes=9 * 4096, pads=True)
     options = Options(softcap=1.5, sinks=True, dropout=0.2, kernel=kernel)
@@ -111,6 +111,7 @@ def test_kernels_of_the_cpu_equal_one_device(mask, kernel, transport, ulysses) -
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
+@pytest.mark.sampled(2)
 def test_trees_on_real_processes_equal_one_device(comm) -> None:
     case = Case("tree", "zigzag", "fetch", 3, 1, (41,), stage_bytes=5 * 4096)
     check(case.plan(), (6, 2), (8, 4), Options(), run=partial(run_processes, comm=comm))

@@ -63,6 +63,7 @@ def test_kernels_of_the_cpu_equal_one_device(mask, kernel, transport, ranks, uly
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
+@pytest.mark.sampled(2)
 def test_unions_on_real_processes_equal_one_device(comm) -> None:
     case = Case("union", "zigzag", "fetch", 3, 1, (41,), stage_bytes=5 * 4096)
     assert len(case.plan().mask.bands) > 1

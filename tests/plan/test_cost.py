@@ -43,6 +43,7 @@ def test_tokens_cost_python_for_messages_only(layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(3)
 def test_a_large_batch_takes_few_lines(layout) -> None:
     """The batch of the acceptance: 1,048,576 tokens, 64 ranks, 2,000 documents."""
     lengths = heavy_tailed(1 << 20, 2000)

@@ -50,6 +50,7 @@ def test_one_rank_on_average() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(2)
 def test_eight_ranks(name) -> None:
     assert cover(name, 8) == pytest.approx(ZIGZAG_8[name], abs=6e-4)
 

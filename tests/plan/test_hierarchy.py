@@ -114,6 +114,7 @@ def test_documents_inside_nodes_are_plain_fetch() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "blocks"])
 @pytest.mark.parametrize("stage_rows", [16, 1 << 20])
+@pytest.mark.sampled(2)
 def test_what_all_need_enters_through_all_alike(layout: str, stage_rows: int) -> None:
     n, ranks, node = 480, 12, 4
     made = make_layout(layout, [n], ranks, np.random.default_rng(1))

@@ -97,7 +97,7 @@ def one_step(comm: Comm, kind: str, dp: int, sp: int) -> tuple[float, dict[str, 
 @pytest.mark.parametrize(
     "kind", ["plain", "ddp", "fsdp", "fsdp summing", "hsdp", "fsdp recomputing", "fsdp recomputing reentrant"]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_gradients_are_those_of_one_process(kind: str, dp_sp: tuple[int, int]) -> None:
     losses, grads, _ = single(1)
     norm = torch.nn.utils.get_total_norm(grads.values())
@@ -182,6 +182,7 @@ def accumulated(comm: Comm, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+@pytest.mark.sampled(3)
 def test_micro_batches_accumulate_to_the_batch(kind: str) -> None:
     _, grads, _ = single(1)
     for found in run_processes(2, accumulated, kind):

@@ -444,6 +444,7 @@ def by_collectives(comm: Comm, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.sampled(2)
 def test_ranks_sum_by_a_collective_with_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
     found = run_processes(ranks, by_collectives, dtype)
     for results in found:

@@ -45,6 +45,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize(("name", "plan"), [*(("llama", plan) for plan in PLANS), ("gpt-oss", "planner")])
+@pytest.mark.sampled(2)
 def test_a_document_does_not_know_of_another(name: str, plan: str) -> None:
     """To the bit if the model is dense: a mixture of experts multiplies rows in groups, which another token changes."""
     model = build(name).eval()
@@ -324,6 +325,7 @@ def test_in_place_keeps_the_name_and_serves_both() -> None:
 
 @pytest.mark.parametrize("where", ["inside", "outside", "thread"])
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.sampled(2)
 def test_layers_are_recomputed_wherever_backward_runs(reentrant: bool, where: str) -> None:
     """With rows and a plan of one's own, where there is a block to be inside of."""
     model = build("gemma3")

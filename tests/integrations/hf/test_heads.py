@@ -68,7 +68,7 @@ def agree(family: tuple[str, dict[str, Any]], kind: str, ranks: int, dtype: torc
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_head_on_ranks_is_the_head_of_one_process(name: str) -> None:
     agree(FAMILIES[name], "right", 2, torch.float64, 1e-9)
     agree(FAMILIES[name], "right", 3, torch.float32, 2e-5)

@@ -56,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "point"), CASES)
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(80)
 def test_a_model_on_ranks_is_each_document_alone(name: str, dtype: torch.dtype, point: tuple[str, str, int]) -> None:
     kind, plan, ranks = point
     model, every = build(name, dtype), brought(kind, ranks)

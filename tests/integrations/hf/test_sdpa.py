@@ -49,6 +49,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MIXING)
+@pytest.mark.sampled(3)
 def test_what_mixes_tokens_is_refused_by_what_it_says_and_by_what_it_does(name: str) -> None:
     kind, more, said = MIXING[name]
     model = build(kind, more)

@@ -42,6 +42,7 @@ def loaded(model: Any, weights: Any) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("first", ["meta", "weights"])
+@pytest.mark.sampled(2)
 def test_weights_that_are_loaded_later(name: str, first: str) -> None:
     """On every rank; or on all but the first, as accelerate's cpu_ram_efficient_loading does."""
     weights, every = build(MODELS[name]), batches("left", RANKS)

@@ -207,6 +207,7 @@ def another_name(model: PreTrainedModel) -> None:
     [forward, pieces, recomputed, shapes, layers_compiled, backward_alone, some_layers_without, locally, pictures,
      another_name],
 )  # fmt: skip
+@pytest.mark.sampled(2)
 def test_nobody_else_is(use: Callable[[PreTrainedModel], None]) -> None:
     with seqpar.parallel(PLAN, LocalComm()):
         use(llama())

@@ -77,6 +77,7 @@ def test_checkpointed_layers_find_their_plan_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptj", "bloom", "gpt_neo"])
+@pytest.mark.sampled(3)
 def test_the_same_pairs_are_dropped_on_any_number_of_ranks(name: str) -> None:
     rates = {"gptj": "attn_pdrop", "bloom": "attention_dropout", "gpt_neo": "attention_dropout"}
     model, batch = model_of(name, **{rates[name]: 0.5}), packed(torch.Generator().manual_seed(3), [11, 23])

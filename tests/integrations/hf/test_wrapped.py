@@ -189,6 +189,7 @@ def _fused(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("first", ["head", "parallelize"])
+@pytest.mark.sampled(2)
 def test_a_head_of_others_finds_its_base_model_parallel(first: str, in_place: bool) -> None:
     model, every = build("llama"), batches("cu", 2)
     model.set_attn_implementation("sdpa")

@@ -47,7 +47,7 @@ def logits(comm: Comm, model: nn.Module, way: str) -> Tensor:
 
 @pytest.mark.parametrize("way", ["block", "parallelize"])
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_what_mixes_rows_outside_attention_is_refused_on_every_rank(name: str, way: str) -> None:
     case, said = MIXING[name]
     model = made(case)

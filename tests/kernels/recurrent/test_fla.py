@@ -119,6 +119,7 @@ def test_results_and_every_gradient(decay, beta, dtype, adapter) -> None:
 
 
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.sampled(3)
 def test_a_library_that_is_right_is_used(decay, beta, adapter, monkeypatch) -> None:
     monkeypatch.setitem(KERNELS, "fla", adapter)
     assert choose("fla", SPEC._replace(decay=decay, beta=beta)) is adapter

@@ -87,6 +87,7 @@ def steps(comm: Comm, travel: str) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("travel", ["gather", "chain", "pipeline", "rows"])
+@pytest.mark.sampled(2)
 def test_after_prefetch_no_table_is_made(travel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = counted(monkeypatch)
     found = run_threads(2, steps, travel)

@@ -116,6 +116,7 @@ def agrees(plan: Plan, case: Case, run=run_threads, *, seed=0, dtype=torch.float
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["selective", "alone"])
+@pytest.mark.sampled(3)
 def test_kinds_under_layouts(name, layout) -> None:
     agrees(plan_of(layout, (1, 9, 2, 17), 3), CASES[name])
 

@@ -28,7 +28,7 @@ from tests.ops.recurrent.cases import FAMILIES, Family, agrees, on_a_rank, plan_
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_families_under_layouts(decay, beta, layout) -> None:
     agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True))
 
@@ -59,6 +59,7 @@ def test_three_documents_cut_at_every_place(decay, beta, ranks) -> None:
 
 
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
+@pytest.mark.sampled(2)
 def test_documents_of_several_chunks(decay, beta) -> None:
     agrees(plan_of("zigzag", (150, 70, 300), 2), Family(decay, beta))
 
@@ -108,6 +109,7 @@ def test_documents_that_no_two_ranks_share_move_nothing() -> None:
 
 @pytest.mark.parametrize(("decay", "beta"), FAMILIES)
 @pytest.mark.parametrize("value", [3.0, torch.nan])
+@pytest.mark.sampled(3)
 def test_a_document_changes_no_bit_of_another(decay, beta, value) -> None:
     plan, family = plan_of("blocks", (5, 6, 7), 2), Family(decay, beta)
     weights = [torch.ones(18, 4, 2, dtype=torch.float64), torch.ones(3, 4, 3, 2, dtype=torch.float64)]
