@@ -50,8 +50,7 @@ def words(queries: Tensor, keys: Tensor, heads: range, seed: int) -> tuple[Tenso
     else:
         word = philox(counter, key)
     signed = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
-    a, b = signed.split([len(queries), len(keys)], 1)
-    return a.contiguous(), b.contiguous()
+    return signed[:, : len(queries)].contiguous(), signed[:, len(queries) :].contiguous()
 
 
 def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tensor]:
@@ -79,4 +78,3 @@ def keep(a: Tensor, b: Tensor, p: float) -> Tensor:
     x = x ^ ((x >> 16) & 0xFFFF)
     flip = -(1 << 31)  # unsigned order is signed order with the top bit flipped
     return (x ^ flip) >= int(p * 2**32) + flip
-
