@@ -39,13 +39,12 @@ def philox(counter: Sequence[Words], key: tuple[int, int]) -> Words:
 def words(queries: Tensor, keys: Tensor, heads: range, seed: int) -> tuple[Tensor, Tensor]:
     """``a`` of positions of queries and ``b`` of positions of keys, int32 [heads, rows]."""
     at = torch.cat([queries, keys]).long() & _WORD
-    side = torch.zeros_like(at)
-    side[len(queries) :] = 1
+    side = (torch.arange(len(at), device=at.device) >= len(queries)).long()
     head = torch.arange(heads.start, heads.stop, device=at.device)[:, None]
     counter = (at[None], head, side[None], torch.zeros_like(head))
     seed &= (1 << 64) - 1
     key = (seed & _WORD, seed >> 32)
-    if at.device.type == "cpu":  # these are a hundred operations, which numpy starts in a fraction of torch's time
+    if _on_host(at):  # a hundred operations, which numpy starts in a fraction of torch's time
         word = torch.from_numpy(philox([x.numpy() for x in counter], key))
     else:
         word = philox(counter, key)
@@ -78,3 +77,7 @@ def keep(a: Tensor, b: Tensor, p: float) -> Tensor:
     x = x ^ ((x >> 16) & 0xFFFF)
     flip = -(1 << 31)  # unsigned order is signed order with the top bit flipped
     return (x ^ flip) >= int(p * 2**32) + flip
+
+
+def _on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"

@@ -39,7 +39,7 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import ThreadEntry
 from seqpar.comm.protocol import Stats, Tag
 from seqpar.facts.layout import Layout
-from seqpar.kernels import softmax
+from seqpar.kernels import dropout, softmax
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.memory import copy as copies
 from seqpar.kernels.memory.upload import upload
@@ -339,6 +339,7 @@ def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -
     monkeypatch.setattr(compared, "on_device", lambda x: True)
     monkeypatch.setattr(compared, "to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
     monkeypatch.setattr(softmax, "_known_finite", lambda values: False)  # as on CUDA
+    monkeypatch.setattr(dropout, "_on_host", lambda x: False)
     for found in run_threads(case.ranks, two_layers, case.plan(), options, events):
         first, second = found[: found.index("second layer")], found[found.index("second layer") + 1 :]
         assert first == ["upload", *["exchange"] * len(second)]
