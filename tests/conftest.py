@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -67,11 +68,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Else libraries report what they find at the end of Python as leaks."""
-    gc.unfreeze()
+        atexit.register(gc.unfreeze)  # or libraries report what they find at the end of Python as leaks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -210,6 +210,7 @@ def test_rows_of_other_sources_do_not_count(rehearsed, modules, tmp_path) -> Non
     assert not rows.Results(path, origin | {"sources": "other"}).done(case)
 
 
+@pytest.mark.exhaustive
 def test_nothing_starts_when_the_time_is_up(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "bench.gpu.run", "--rehearse", "--minutes", "0", "--json", path]

@@ -93,6 +93,7 @@ def test_an_old_nvcc_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert needs._nvcc("").ok is ok, release
 
 
+@pytest.mark.exhaustive
 def test_what_a_bare_machine_lacks_is_not_imported() -> None:
     """Neither by the commands, which make all their cases, nor by the checks of comms that they run."""
     lacking = ("pytest", "rich", "scipy", "einops", "matplotlib", "setuptools", "hypothesis", "triton")

@@ -79,6 +79,7 @@ def test_no_end_of_a_command_is_a_traceback(tmp_path: Path) -> None:
     assert closed[3] in ([0, ""], [141, ""]) and usage in ([0, ""], [1, f"seqpar: {FULL}"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and the server of forks are Linux's")
 def test_ctrl_c_never_reaches_a_rank_that_is_being_forked() -> None:
     script = """

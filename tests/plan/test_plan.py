@@ -111,6 +111,7 @@ def test_digest_differs_in_every_argument_and_only_then() -> None:
     assert plans["base"] != "a plan"
 
 
+@pytest.mark.exhaustive
 def test_digest_is_the_same_in_every_process() -> None:
     code = "from tests.plan.compared import CASE; print(CASE.plan().digest())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
