@@ -238,6 +238,7 @@ def slightly_off(forward: Any) -> Any:
 
 
 @pytest.mark.parametrize("slices", [["forward"], ["correct", "forward"]], ids=" ".join)
+@pytest.mark.sampled(2)
 def test_what_is_wrong_is_not_timed(slices, modules, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(Blockwise, "forward", slightly_off(Blockwise.forward))
     path = tmp_path / "rows.jsonl"
@@ -369,6 +370,7 @@ def test_a_verdict_counts_overlaps_as_equal_and_sums_over_batches(modules) -> No
 
 @pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sampled(2)
 def test_what_users_write_by_hand_is_exact_and_timed_beside_seqpar(modules, causal) -> None:
     peers, cases = modules("bench.peers.attention"), modules("bench.peers.case")
     case = cases.Case((64, 32), heads=4, kv_heads=1, dim=8, causal=causal)

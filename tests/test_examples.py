@@ -48,7 +48,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_method_agrees_with_dense_attention(name: str, ranks: int, programs: Programs, tmp_path: Path) -> None:
     script = EXAMPLES / f"{name}.py"
     printed = [programs.alone(script, tmp_path)] if ranks == 1 else programs.ranks(ranks, script, tmp_path)
@@ -172,6 +172,7 @@ def test_batches_are_whole_documents_of_exactly_the_budget(demo: ModuleType) -> 
 
 
 @pytest.mark.parametrize("layout", ["planned", "zigzag"])
+@pytest.mark.sampled(2)
 def test_plans_are_made_a_batch_ahead_in_a_thread(demo: ModuleType, layout: str, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = demo.arguments(["--layout", layout, "--steps", "4", "--tokens", "3000"])

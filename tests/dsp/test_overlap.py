@@ -313,7 +313,7 @@ def checkpointed(comm: Comm, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["to the end", "stopped early", "reentrant", "selective"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_stages_that_are_recomputed(kind) -> None:
     want = numbers(made(Weather))
     with set_checkpoint_early_stop(kind != "to the end"):

@@ -101,7 +101,7 @@ def test_bf16_with_operands_cast_for_the_interpreter(mask, options, monkeypatch)
 
 @pytest.mark.parametrize("mask", ["bounds", "causal", "packed", "window"])
 @pytest.mark.parametrize("processors", [1000, 1])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_split_gradients_of_keys_are_joined(mask, processors, monkeypatch) -> None:
     monkeypatch.setattr(package, "_processors", lambda device: processors)
     suite.equals_oracle(SMALL, replace(BASE, mask=mask, heads=4, kv_heads=2))
@@ -148,7 +148,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
         for window in (None, 20)
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_steps_of_a_plan(transport, layout, window) -> None:
     """Tables of real plans: query tiles of any number of rows, key tiles whose queries are not consecutive."""
     exact = (layout, transport) == ("zigzag", "gather")  # has a table of exact tiles, if it has enough of them

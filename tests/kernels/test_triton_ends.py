@@ -49,7 +49,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=suite.named(case)) for case in CALLS])
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(72)
 def test_every_option_and_head_dim(case: Case) -> None:
     suite.equals_oracle(SMALL, case)
 

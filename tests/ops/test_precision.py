@@ -132,6 +132,7 @@ def test_more_ranks_make_no_larger_error_in_float32(name, ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(2)
 def test_partial_results_rounded_on_their_way_would_be_seen(dtype, monkeypatch) -> None:
     merge = blockwise.merge
     monkeypatch.setattr(
@@ -164,7 +165,7 @@ def library(monkeypatch) -> Flash:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ranks", [8, 2, 16])
 @pytest.mark.parametrize("name", ["zigzag-fetch-3-stages", "zigzag-nodes-3-stages", "contiguous-gather", "ulysses"])
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(30)
 def test_fast_rounds_each_part_and_no_more(name, ranks, dtype, library) -> None:
     plan = plans(ranks)[name]
     one = errors_of_one_rank(dtype, accuracy="fast")

@@ -210,7 +210,7 @@ def unread(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 @points
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     plan, fake, cuda = case.plan(), FakeTensorMode(), torch.device("cuda", 0)
     monkeypatch.setattr(calls, "stream_of", lambda device: device)

@@ -14,7 +14,7 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
     case, model = CASES[name], build(name)
     for kind, plan, ranks in POINTS[list(CASES).index(name) % PARTS :: PARTS]:

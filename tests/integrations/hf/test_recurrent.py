@@ -73,7 +73,7 @@ def test_a_model_on_ranks_is_each_document_alone(name: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "jamba"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_layers_that_are_computed_again_find_their_plan(name: str, reentrant: bool) -> None:
     """Also where nothing else keeps it, and where other forwards came between."""
     model, every = build(name), batches("packed", 2)

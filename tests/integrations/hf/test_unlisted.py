@@ -40,7 +40,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
     model = model_of(name)
     for kind, ranks in (("left", 2), ("packed", 3)):

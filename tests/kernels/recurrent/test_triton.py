@@ -53,7 +53,7 @@ def no_worse(case: Case, times: float) -> None:
         for decay, beta in FAMILIES
     ],
 )  # fmt: skip
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_results_and_every_gradient(case, decay, beta) -> None:
     no_worse(replace(case, decay=decay, beta=beta), 2.0)
 
