@@ -284,11 +284,11 @@ def fresh(code: str) -> str:
 
 
 class Imported(NamedTuple):
-    """What a process finds after the first import of seqpar, of its command and of its planner, in this order."""
+    """What a process finds after the first import of seqpar, the first use of its planner, and that of its command."""
 
     beyond_torch: list[str]  # modules that `import torch, numpy` does not load
-    tools: list[str]  # of the command
     planner: list[str]
+    tools: list[str]  # of the command, loaded by any of these
 
 
 @pytest.fixture(scope="module")
@@ -299,10 +299,9 @@ import sys, numpy, torch
 before = set(sys.modules)
 import seqpar
 print(*sorted(set(sys.modules) - before))
-before = set(sys.modules)
+print(seqpar.planner.Link.__name__, seqpar.plan_batch([8], 2).layout.ranks)
 import seqpar.cli
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} & {"rich", "matplotlib"}))
-print(seqpar.planner.Link.__name__, seqpar.plan_batch([8], 2).layout.ranks)
 """
     return Imported(*(line.split() for line in fresh(code).split("\n")[:3]))
 

@@ -112,6 +112,7 @@ def test_committed_words(seed, head, position) -> None:
     at, heads = torch.tensor([position], dtype=torch.int32), range(head, head + 1)
     got = tuple(unsigned(word)[0] for word in dropout.words(at, at, heads, seed))
     assert got == WORDS[seed, head, position]
+    assert all(map(torch.equal, dropout.words(at, at, heads, seed), dropout.words(at, at, heads, seed + 2**64)))
 
 
 @pytest.mark.parametrize(("seed", "head", "query", "key", "p"), KEEP)

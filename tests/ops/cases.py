@@ -63,7 +63,7 @@ def inputs(
     return [normal(n, h, d), normal(m, kv, d), normal(m, kv, dv), normal(n, h, dv), normal(n, h)]
 
 
-_shared = lru_cache(maxsize=1)(inputs)  # for ranks as threads, which leave them as they are
+shared_inputs = lru_cache(maxsize=1)(inputs)  # once for ranks as threads, none of which changes them
 
 
 def poisoned(x: Tensor, plan: Plan, rank: int, side: str) -> Tensor:
@@ -79,7 +79,7 @@ def run_rank(
     dtype: torch.dtype, seed: int,
 ) -> list[Tensor]:  # fmt: skip
     """One rank's out, lse, dq, dk, dv, dsinks."""
-    q, k, v, dout, dlse = _shared(plan, heads, dims, seed, dtype)
+    q, k, v, dout, dlse = shared_inputs(plan, heads, dims, seed, dtype)
     arguments = options.arguments(heads[0])
     sinks = arguments.get("sinks")
     if isinstance(sinks, Tensor):
@@ -114,7 +114,7 @@ def expected(
     dtype: torch.dtype, seed: int,
 ) -> list[Tensor]:  # fmt: skip
     """The oracle's out, lse, dq, dk, dv, dsinks, global, in float64 of the inputs as ranks get them."""
-    q, k, v, dout, dlse = (x.to(torch.float64, copy=True) for x in _shared(plan, heads, dims, seed, dtype))
+    q, k, v, dout, dlse = (x.to(torch.float64, copy=True) for x in shared_inputs(plan, heads, dims, seed, dtype))
     arguments = options.arguments(heads[0])
     leaves = [x.requires_grad_() for x in (q, k, v)]
     if "sinks" in arguments:

@@ -60,13 +60,13 @@ def attention(
     q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]: this rank's rows, ``T = plan.rows(rank)``, of one dtype
     (float64, float32, bfloat16, float16) and device, ``H % H_kv == 0``. scale: by default ``D ** -0.5``. softcap: 0 is
     off. sinks [H]: a logit per head that takes part in the softmax without a value. alibi_slopes [H]. dropout_p: of the
-    probabilities; if positive, dropout_seed is required, and the same pairs are dropped on any number of ranks.
-    deterministic: equal calls give equal bits. kernel: "auto" or a name in `seqpar.kernels.available()`; the choice of
-    "auto" depends on dtypes, dims, options and device, and on whether a gradient is required. accuracy: "exact", or
-    "fast", with which "auto" also takes other libraries' kernels where a row's keys come in several steps. These round
-    each step's result, and each step's gradients, to the inputs' dtype before they are merged or added in float32,
-    which makes the error at most 1.5 times that of one step. Where "auto" takes none of them, as on a CPU, "fast" is
-    "exact". It is refused beside a kernel's name.
+    probabilities; if positive, dropout_seed is required, and the same pairs are dropped on any number of ranks; the low
+    64 bits of a seed count. deterministic: equal calls give equal bits. kernel: "auto" or a name in
+    `seqpar.kernels.available()`; the choice of "auto" depends on dtypes, dims, options and device, and on whether a
+    gradient is required. accuracy: "exact", or "fast", with which "auto" also takes other libraries' kernels where a
+    row's keys come in several steps. These round each step's result, and each step's gradients, to the inputs' dtype
+    before they are merged or added in float32, which makes the error at most 1.5 times that of one step. Where "auto"
+    takes none of them, as on a CPU, "fast" is "exact". It is refused beside a kernel's name.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
     too once `bind` has seen them. A graph is compiled once, not once per plan.
