@@ -285,9 +285,15 @@ class Nobody:
 
 
 def kernels() -> dict[str, Kernel]:
-    """The package's kernels by name, including those that are used only when asked for by name."""
-    found = {kernel.name: kernel for kernel in (*seqpar.kernels.KERNELS, *seqpar.kernels.VENDORS)}
-    return {"triton": Triton(), "triton_tf32": Triton(tf32=True)} | found
+    """The package's kernels by name, including those that are used only when asked for by name.
+
+    Triton's compile what they launch, without the variants that another batch of a training would need.
+    """
+    own: dict[str, Kernel] = {
+        kernel.name: kernel for kernel in (Triton(variants=False), Triton(tf32=True, variants=False))
+    }
+    others = (*seqpar.kernels.KERNELS, *seqpar.kernels.VENDORS)
+    return own | {kernel.name: kernel for kernel in others if kernel.name not in own}
 
 
 def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, merges: bool = False) -> CallSpec:

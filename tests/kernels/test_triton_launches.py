@@ -6,6 +6,7 @@ interpreter says nothing. The driver is a stub, which keeps what it would have b
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from seqpar.facts.mask import Mask
+from tests.kernels.test_compile import versions
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
@@ -47,9 +49,10 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(what: str) -> str:
-    """What this module prints, run with a Triton that compiles."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(ROOT / ".pytest_cache" / "triton")}
+def run(what: str, where: str = "") -> str:
+    """What this module prints, run with a Triton that compiles; where: its folder, unless it is the installed one."""
+    paths = os.pathsep.join(filter(None, (where, str(ROOT))))
+    env = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(ROOT / ".pytest_cache" / "triton")}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.kernels.test_triton_launches", what]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -59,9 +62,16 @@ def run(what: str) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_unusual_launches_compile_and_are_prepared_once() -> None:
+@pytest.mark.parametrize("where", versions())
+def test_unusual_launches_compile_and_are_prepared_once(where: str) -> None:
     """In both dtypes; each launch compiles 13 variants."""
-    assert run("all").split()[-1] == str(3 * 2 * len(LAUNCHES))
+    assert run("all", where).split()[-1] == str(3 * 2 * len(LAUNCHES))
+
+
+@pytest.mark.parametrize("where", versions())
+def test_kernels_use_what_every_supported_triton_has(where: str) -> None:
+    """What only a later one has is an error of the first launch that needs it, perhaps of one option alone."""
+    assert run("language", where).split() == ["missing", "0"]
 
 
 @pytest.mark.exhaustive
@@ -220,5 +230,23 @@ def launches_of(
     return [bound(*once), bound(x, sums, grads), bound(fresh, sums, grads)]
 
 
+def check_language() -> int:
+    """Prints the names of Triton's language that the kernels use and this Triton lacks, and how many there are."""
+    import triton
+    import triton.language as tl
+
+    missing = set()
+    for path in sorted((ROOT / "seqpar").rglob("triton/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("tl", "triton")
+            ):
+                missing |= set() if hasattr({"tl": tl, "triton": triton}[node.value.id], node.attr) else {node.attr}
+    print(*sorted(missing), "missing", len(missing))
+    return 0
+
+
 if __name__ == "__main__":
-    raise SystemExit(compile_variants() if sys.argv[1] == "variants" else compile_all())
+    raise SystemExit({"variants": compile_variants, "language": check_language, "all": compile_all}[sys.argv[1]]())

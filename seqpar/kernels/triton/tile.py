@@ -159,4 +159,5 @@ def kept(b_a, b_b, score):
     b_x ^= b_x >> 15
     b_x *= 0x846CA68B
     b_x ^= b_x >> 16
-    return b_x >= tl.to_tensor(score.threshold).to(tl.uint32, bitcast=True)
+    b_least = tl.full([1, 1], 0, tl.int32) + score.threshold  # which may be a constant of the compiled kernel
+    return b_x >= b_least.to(tl.uint32, bitcast=True)
