@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,21 @@ def test_the_extension_asks_torch_and_python_for_what_is_stable_alone() -> None:
     assert {"aoti_torch_abi_version", "torch_parallel_for", "PyModule_Create2"} <= names
     unstable = [name for name in names if name.startswith(("_ZN2at", "_ZN3c10", "_ZN5torch", "_Py"))]
     assert unstable == []
+
+
+# What csrc/api uses of torch's headers; it compiles against those of 2.11. A later torch declares more, which nothing
+# hides from a build for 2.11.
+OF_TORCH_2_11 = {
+    "STABLE_TORCH_LIBRARY_FRAGMENT", "STABLE_TORCH_LIBRARY_IMPL", "STD_TORCH_CHECK", "TORCH_BOX", "torch_parallel_for(",
+    "torch::headeronly::DeviceType::CPU", "torch::headeronly::ScalarType", "torch::stable::Device",
+    "torch::stable::Tensor", "torch::stable::accelerator::DeviceGuard", "torch::stable::from_blob",
+}  # fmt: skip
+
+
+def test_the_extension_is_written_for_the_oldest_torch() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc" / "api").iterdir())
+    used = re.findall(r"\btorch::[\w:]+|\b(?:STABLE|STD|TORCH|AOTI)_[A-Z_]+\b|\btorch_[a-z_0-9]+\(", text)
+    assert set(used) == OF_TORCH_2_11
 
 
 @pytest.mark.skipif(native.without_cuda() is not None, reason="the extension was built without CUDA")

@@ -1,8 +1,9 @@
 """Slice `correct`: every kernel on this device against attention in float64, in the dtypes that it ships.
 
 Inputs are views in memory that holds NaN around them, whatever a kernel must write holds NaN before, and keys come in
-one buffer or several. Forward and backward run twice and must give the same bits where they are said to. An error may
-be 1.05 of that of torch's FlashAttention-2 on the same inputs, where that can run, and elsewhere `TOLERANCE`.
+one buffer or several. Forward and backward run twice and must give the same bits where they are said to. An error of
+Triton's may be 1.05 of that of torch's FlashAttention-2 on the same inputs, where that can run; a kernel is refused
+whose error exceeds both this and `TOLERANCE`.
 
     compute-sanitizer python -m bench.gpu.correct     # a few small launches, for a checker of memory or races
 """
@@ -49,7 +50,7 @@ from seqpar.plan import TRANSPORTS
 from seqpar.testing import dense_attention, run_threads
 
 BESIDE_FLASH = 1.05
-TF32 = 2e-3  # products of float32 inputs rounded to 10 bits
+TF32 = TOLERANCE[torch.bfloat16] / 8  # inputs are rounded to 10 bits, where bf16 has 7
 SANITIZER_SECONDS = 100
 VERB_LENGTHS = (301, 7, 1100, 640)
 
@@ -213,13 +214,14 @@ def judged(check: Check, device: torch.device) -> Row:
     expected = run(Reference(), check, [x.double() for x in tensors], whole=True)
     kernel, call = _kernel(check, tensors)
     got, again = run(kernel, check, tensors), run(kernel, check, tensors)
-    found = errors(got, expected)
+    found, flash = errors(got, expected), _flash_errors(check, tensors, expected)
     limit = TF32 if check.kernel == "triton_tf32" else TOLERANCE[check.dtype]
-    off = [said] if (said := verdict(found, limit)) else []
+    # where queries see few keys, gradients are small differences of what 16 bits round, in every kernel
+    limits = {name: max(limit, BESIDE_FLASH * (flash or {}).get(name, 0.0)) for name in found}
+    off = [said for name, error in found.items() if (said := verdict({name: error}, limits[name]))]
     off += [f"{n} differs from run to run" for n in got if call.deterministic and not torch.equal(got[n], again[n])]
     row: Row = {"ok": not off, "errors": found, "deterministic": call.deterministic, "baseline": "float64",
-                "ratio": max(found.values()) / limit}  # fmt: skip
-    flash = _flash_errors(check, tensors, expected)
+                "ratio": max(found[name] / limits[name] for name in found)}  # fmt: skip
     if flash:
         worst = max(found[name] / flash[name] for name in flash)
         row |= {"baseline": "aten_flash", "ratio": worst / BESIDE_FLASH}

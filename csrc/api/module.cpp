@@ -7,7 +7,8 @@
 namespace seqpar {
 
 void parallel_for(int64_t begin, int64_t end, int64_t grain, sp_task task, void* context) {
-  if (begin < end) STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, task, context));
+  if (begin >= end) return;
+  STD_TORCH_CHECK(torch_parallel_for(begin, end, grain, task, context) == 0, "seqpar: a parallel loop of torch failed");
 }
 
 // Looked up by name: a library linked with libtorch_cuda does not load beside a CPU-only torch.
