@@ -58,7 +58,7 @@ class Blockwise(Kernel):
         """Add the gradients of one buffer's keys; see the protocol."""
         walk = _Walk(x)
         # A row that sees no key at all has lse -inf; with +inf its probabilities are zero, not NaN.
-        lse = torch.where(grads.lse == -torch.inf, torch.inf, grads.lse)
+        lse = grads.lse.masked_fill(grads.lse == -torch.inf, torch.inf)
         for i in range(walk.tiles):
             if walk.empty(i):
                 continue
@@ -139,8 +139,8 @@ class _Walk:
         if top is None:
             return None, total
         none = total == 0
-        safe = torch.where(none, 1.0, total)
-        return acc / safe, torch.where(none, -torch.inf, safe.log() + top)
+        safe = total.masked_fill(none, 1.0)
+        return acc / safe, (safe.log() + top).masked_fill(none, -torch.inf)
 
     def keys(self, x: Tensor, keys: slice) -> Tensor:
         """[N, H_kv, C] -> [H_kv, keys, C] in the accumulation dtype."""
@@ -217,4 +217,4 @@ def _accumulate(
 
 def _finite(top: Tensor) -> Tensor:
     """The maximum to subtract: 0 where no key was seen yet, since -inf - -inf is NaN."""
-    return torch.where(top == -torch.inf, 0.0, top)
+    return top.masked_fill(top == -torch.inf, 0.0)

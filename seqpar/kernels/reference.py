@@ -31,7 +31,7 @@ class Reference(Kernel):
         """Add the keys of one buffer; see the protocol."""
         s, _, seen = _scores(x)
         part_lse = torch.logsumexp(s, -1) if x.k.shape[0] else torch.full_like(into.lse, -torch.inf)
-        p = torch.exp(s - torch.where(part_lse == -torch.inf, 0.0, part_lse)[..., None])
+        p = torch.exp(s - part_lse.masked_fill(part_lse == -torch.inf, 0.0)[..., None])
         p = p * _kept(x, p.dtype)
         part = masked_product(p, _heads(x.v, x.q), seen).transpose(0, 1)
         if into.first:
@@ -46,7 +46,7 @@ class Reference(Kernel):
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""
         s, slope, seen = _scores(x)
-        lse = torch.where(grads.lse == -torch.inf, torch.inf, grads.lse)
+        lse = grads.lse.masked_fill(grads.lse == -torch.inf, torch.inf)
         p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0.0)
         kept = _kept(x, p.dtype)
         dout = grads.dout.to(p.dtype).transpose(0, 1)

@@ -72,8 +72,12 @@ def masked_product(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     clean = torch.bmm(weights, values.masked_fill(bad, 0.0))
     # Per row, over the non-finite values it sees: their count, and the sum of the signs of infinities. NaN has no sign.
     number = torch.bmm(seen.to(values.dtype).expand_as(weights), bad.to(values.dtype))
-    signs = torch.bmm(weights.sign(), torch.where(bad, values, 0.0).nan_to_num(0.0, 1.0, -1.0))
-    alike = torch.where(signs == number, torch.inf, torch.where(signs == -number, -torch.inf, torch.nan))
+    signs = torch.bmm(weights.sign(), values.masked_fill(~bad, 0.0).nan_to_num(0.0, 1.0, -1.0))
+    alike = (
+        torch.full_like(signs, torch.nan)
+        .masked_fill_(signs == -number, -torch.inf)
+        .masked_fill_(signs == number, torch.inf)
+    )
     return torch.where(number == 0, clean, clean + alike)
 
 

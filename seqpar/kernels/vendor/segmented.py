@@ -121,7 +121,7 @@ class Segmented(Kernel):
         q, k, v = self._aligned(x.q[call.rows], x.k[call.keys], x.v[call.keys])
         whole = None if rounded else self.library.attend_unrounded(q, k, v, call, x.score.scale)
         part, lse = self.library.attend(q, k, v, call, x.score.scale) if whole is None else whole
-        return part, lse if call.seen is None else torch.where(call.seen, lse, -torch.inf)
+        return part, lse if call.seen is None else lse.masked_fill(~call.seen, -torch.inf)
 
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""
@@ -137,7 +137,7 @@ class Segmented(Kernel):
             final = None if out is None else self._aligned(out[rows])[0]
             lse = grads.lse[:, rows]
             if call.seen is not None:  # -inf - -inf is NaN; with +inf, a row that sees no key has zero probabilities
-                lse = torch.where(lse == -torch.inf, torch.inf, lse)
+                lse = lse.masked_fill(lse == -torch.inf, torch.inf)
             results = Results(dout, final, lse.contiguous(), grads.delta[:, rows].contiguous())
             dq, dk, dv = self.library.differentiate(q, k, v, results, call, x.score.scale, self.deterministic)
             grads.dq[rows] += dq

@@ -245,12 +245,12 @@ def _part_gradients(
         dout = dout.index_fill(0, call.uploaded.numbers[id(part.blind)].long(), 0.0)
     delta = softmax.delta(dout, tensors.out, call.uploaded.facts[step.number][0])
     if len(incoming) > 1:
-        delta = delta - torch.where(tensors.lse == -torch.inf, 0.0, incoming[1].t())
+        delta = delta - incoming[1].t().masked_fill(tensors.lse == -torch.inf, 0.0)
     if dsinks is not None and sinks is not None:
         mine = call.recipe.shares[part.width][0][part.share]
         weight = torch.exp(sinks.to(call.recipe.acc)[mine, None] - tensors.lse)
-        weight = torch.where(tensors.lse == -torch.inf, 0.0, weight)  # no key, and a sink of -inf
-        dsinks[mine] -= (torch.where(weight == 0, 0.0, weight * delta)).sum(-1)
+        weight = weight.masked_fill(tensors.lse == -torch.inf, 0.0)  # no key, and a sink of -inf
+        dsinks[mine] -= (weight * delta).masked_fill(weight == 0, 0.0).sum(-1)
     if not part.kv.trivial:
         shape = *tensors.k.shape[:2], signature.dim + signature.v_dim
         home = KeyGradients.of(tensors.k.new_zeros(shape, dtype=call.recipe.acc), signature.dim)

@@ -32,7 +32,7 @@ def recurred(lru: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
     )
     decay = -8.0 * stays.to(wide) * softplus(lru.recurrent_param.to(wide))
     first = shift(x.new_ones(len(x), 1), plan) == 0
-    scale = torch.where(first, 1.0, square_root(1 - torch.exp(2 * decay)))
+    scale = square_root(1 - torch.exp(2 * decay)).masked_fill(first, 1.0)
     return channel_scan(x * enters * scale.to(x.dtype), decay, plan)  # type: ignore[return-value]
 
 
