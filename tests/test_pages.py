@@ -210,6 +210,38 @@ def of_a_step(row: dict[str, Any]) -> list[str]:
     return shown
 
 
+def figures_of_a_gpu() -> Iterator[tuple[str, list[str]]]:
+    """How a row begins, and its figures in bold."""
+    found = [json.loads(line) for line in (RESULTS / "gpu.jsonl").read_text().splitlines()]
+    judged = [row["ok"] for row in found if row["slice"] == "correct" and "ok" in row]
+    beside = [row["ratio"] for row in found if (row["kernel"], row.get("baseline")) == ("triton", "aten_flash")]
+    yield "every kernel that runs", [str(sum(judged)), str(len(judged) - sum(judged)), f"{1.05 * max(beside):.2f}"]
+    alone = [row for row in found if row["slice"] in ("forward", "backward") and row.get("tflops")]
+    rates = {(row["case"], row["kernel"], row["mode"]): row["tflops"] for row in alone}
+    case, fixed = "causal 16384, 16 heads of 128, bf16", "backward, deterministic"
+    (tuned,) = [
+        row["tflops"] for row in found if row["slice"] == "tune" and row["what"] == "128x128 warps 8 stages 3 tma"
+    ]
+    flash = [rates[case, "aten_flash", "forward"], rates[case, "aten_flash", "backward"]]
+    triton = [tuned, *[rates[case, "triton", fixed]] * 2]
+    cudnn = [rates[case, "cudnn", mode] for mode in ("forward", "backward")]
+    launch = [*triton, *cudnn, *flash, rates[case, "sdpa_flash", fixed]]
+    yield "one launch, causal", [f"{rate:.0f}" for rate in launch]
+    case = "magi 32768, 16 heads of 128, bf16"
+    modes = {"triton": fixed, "cudnn": "backward", "aten_flash": "backward"}
+    yield "the same on 32,768", [f"{rates[case, k, m]:.0f}" for k, back in modes.items() for m in ("forward", back)]
+    steps = {row["case"]: row["ratio"] for row in found if row["slice"] == "step" and row["mode"] != "forward"}
+    cases = (("ring", 65536), ("fetch", 65536), ("Ulysses", 65536), ("ring", 16384))
+    shares = [steps[f"{how}, exact, causal {tokens}, 32/8 heads of 128, bf16"] for how, tokens in cases]
+    yield "calls of 8 ranks", [f"{share:.2f}" for share in shares]
+    yield "kernels that move", [ends(row["ratio"] for row in found if row["slice"] == "small")]
+
+
+@pytest.mark.parametrize(("begins", "expected"), list(figures_of_a_gpu()))
+def test_a_figure_in_bold_of_a_gpu_is_that_of_the_record(begins: str, expected: list[str]) -> None:
+    test_a_figure_in_bold_is_that_of_the_record("gpu.jsonl", begins, expected)
+
+
 @pytest.mark.parametrize(("name", "begins", "expected"), list(figures()), ids=lambda x: x if isinstance(x, str) else "")
 def test_a_figure_in_bold_is_that_of_the_record(name: str, begins: str, expected: list[str]) -> None:
     (cells,) = [row for row in CELLS if row[0].startswith(begins) and f"`{name}`" in row[-1]]

@@ -17,21 +17,16 @@ KERNELS: tuple[Kernel, ...] = (Native(), Segmented(Aten()), Triton(), Triton(tf3
 # kernels of other libraries, on CUDA devices
 VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4))
 
-# Best first. The order on Hopper follows published figures for the H100 at head dims 64 and 128, in TFLOP/s of a
-# forward over 16k tokens: 497 and 648 (flash3), 413 and 595 (cudnn), 403 and 395 (triton's tutorial), 324 and 370
-# (flash2, which torch contains). Source: Shah et al. 2024, FlashAttention-3, figures 5 and 6; causal ones rank alike.
-# For other devices nothing comparable is published, so Triton comes first. None of this was measured with seqpar's
-# kernels.
+# Best first. The order on Hopper is that of an H200 (`bench/results/gpu.jsonl`: bf16, 16k tokens, causal, head dims 64
+# and 128, torch 2.11, Triton 3.6), in TFLOP/s: 464 and 631 forward, 405 and 513 backward (cudnn); 354 and 516, 238 and
+# 324 (triton); 297 and 327, 262 and 288 (aten_flash, which is FlashAttention-2). Triton's order of sums is fixed, that
+# of the two others is not. flash3 was not installed; it is published with 497 and 648 forward on an H100 (Shah et al.
+# 2024, FlashAttention-3, figure 5). For other devices nothing comparable is published or measured: Triton is first.
 ON_HOPPER = ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4")
-# A backward takes 5 products for each tile of scores. seqpar's in Triton takes 7, because dq makes the scores and their
-# gradients once more. If a product takes as long as in the forward, that is 395 * 5 / 7 = 282 TFLOP/s at head dim 128:
-# derived from the number of products, not measured. flash2 has 322 there (figure 6), without a fixed order of sums. So
-# forward and backward together take 9 / 395 of Triton and 2 / 370 + 5 / 322 of flash2, which is 8 % less.
-TRAINING_ON_HOPPER = ("flash3", "cudnn", "flash2", "aten_flash", "triton", "flash4")
 ON_CUDA = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
 ON_CPU = ("native", "aten")  # Triton runs on the CPU too, through its interpreter, if asked for by name
 PLAIN_TORCH = ("blockwise", "reference")
-HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim with published figures
+HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim that was measured
 
 
 def order(call: CallSpec) -> tuple[str, ...]:
@@ -41,10 +36,8 @@ def order(call: CallSpec) -> tuple[str, ...]:
     """
     if call.device != "cuda":
         return ON_CPU + PLAIN_TORCH
-    names = ON_CUDA
-    if call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM:
-        training = call.grads and not call.deterministic and call.dim == call.v_dim == HOPPER_DIM
-        names = TRAINING_ON_HOPPER if training else ON_HOPPER
+    measured = call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM
+    names = ON_HOPPER if measured else ON_CUDA
     return tuple(name for name in names if call.one_length or name != "cudnn") + PLAIN_TORCH
 
 

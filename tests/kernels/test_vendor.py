@@ -886,7 +886,7 @@ def test_fast_takes_a_library_for_several_steps(all_here, monkeypatch) -> None:
     monkeypatch.setattr(library, "installed", lambda package: None)
     steady = replace(fast, deterministic=False, one_length=True)
     assert choose("auto", steady).name == "cudnn"
-    assert choose("auto", replace(steady, one_length=False)).name == "aten_flash"
+    assert choose("auto", replace(steady, one_length=False)).name == "triton", "measured faster than FlashAttention-2"
     assert choose("auto", replace(steady, merges=True, fast=False)).name == "triton"
 
 
@@ -942,16 +942,16 @@ def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     assert choose("auto", replace(FREE, **steady)).name == "cudnn"
     assert choose("auto", replace(HOPPER, **steady)).name == "triton", "its backward is not deterministic"
     assert choose("auto", replace(HOPPER, grads=False, **steady)).name == "cudnn"
-    assert choose("auto", FREE).name == "aten_flash", "every new length would take cuDNN a plan"
+    assert choose("auto", FREE).name == "triton", "every new length would take cuDNN a plan"
     assert choose("auto", replace(HOPPER, grads=False)).name == "triton"
 
 
-def test_the_order_on_cuda_is_that_of_published_figures_where_there_are_some() -> None:
+def test_the_order_on_cuda_is_that_of_figures_where_there_are_some() -> None:
     assert order(replace(HOPPER, one_length=True)) == (
         "flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4", "blockwise", "reference",
     )  # fmt: skip
-    assert order(HOPPER)[:2] == order(replace(FREE, dim=64, v_dim=64))[:2] == ("flash3", "triton")
-    assert order(FREE)[:4] == ("flash3", "flash2", "aten_flash", "triton"), "Triton's backward takes 7 products for 5"
+    for call in (HOPPER, FREE, replace(FREE, dim=64, v_dim=64)):
+        assert order(call)[:4] == ("flash3", "triton", "flash2", "aten_flash")
     for capability in (80, 89, 100, 120):
         assert order(replace(HOPPER, capability=capability))[0] == "triton"
     assert order(replace(HOPPER, dim=256))[0] == "triton", "no figure for that head dim"

@@ -41,8 +41,9 @@ class LaunchConfig:
 
 
 # fmt: off
-# (bm, bn, warps, stages) by generation (32: float32 on every generation) and direction, one for each class of head dims
-_TABLES: dict[int, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
+# (bm, bn, warps, stages) by generation (32: float32 on every generation) and direction, one for each class of head
+# dims; with a fifth, False, tiles are loaded by pointers where descriptors were measured to be slower
+_TABLES: dict[int, dict[str, tuple[tuple[int, ...], ...]]] = {
     80: {
         "forward": (
             (128, 128, 8, 3), (128, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2),
@@ -58,11 +59,14 @@ _TABLES: dict[int, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     },
     90: {
         "forward": (
-            (128, 128, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (32, 64, 4, 2),
+            (128, 128, 8, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3), (32, 64, 4, 2),
             (32, 32, 8, 2),
         ),
-        "dq": ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
-        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+        "dq": (
+            (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3, False), (64, 64, 8, 2), (64, 32, 8, 2),
+            (32, 32, 8, 2),
+        ),
+        "dkdv": ((64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     },
     100: {
         "forward": (
@@ -107,15 +111,16 @@ def configure(d: Descriptor) -> LaunchConfig:
     """The configuration for a descriptor.
 
     Each is the largest tile whose binary fits shared memory and spills no registers (a few in some backwards) with all
-    supported versions of Triton (`bench/gpu/binaries.py`). No GPU has timed them yet (`bench/gpu/run.py --slice tune`).
+    supported versions of Triton (`bench/gpu/binaries.py`). On 9.0 those of head dims 97 to 128 are the fastest of all
+    that fit, timed in bf16 on an H200 (`bench/gpu/run.py --slice tune`); nobody has timed the rest.
     """
     if d.generation == 0:
         return LaunchConfig(64, 64, 4, 1)
     classes = CLASSES[d.itemsize]
     n = next(n for n, end in enumerate(classes) if max(d.dim, d.v_dim) <= end)
     table = _TABLES[32 if d.itemsize == 4 else d.generation]
-    bm, bn, warps, stages = table[d.direction][n]
-    return LaunchConfig(bm, bn, warps, stages, tma=d.itemsize == 2 and d.generation in (90, 100))
+    bm, bn, warps, stages, *tma = table[d.direction][n]
+    return LaunchConfig(bm, bn, warps, stages, tma=d.itemsize == 2 and d.generation in (90, 100) and tma != [False])
 
 
 def parts(programs: int, work: int, processors: int) -> int:
