@@ -41,6 +41,14 @@ def rows_of(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
+def test_kernels_compile_ahead_for_a_gpu_elsewhere(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "bench.gpu.ahead", "--most", 1, "--processes", 1)
+    done = ended(*command, TRITON_CACHE_DIR=str(tmp_path), HOME=str(tmp_path))
+    assert done.returncode == 0 and done.stdout.startswith("correct causal 700x700"), done.stdout + done.stderr
+    assert {path.stem for path in tmp_path.rglob("*.cubin")} == {"forward", "dq", "dkdv"}
+
+
 # --- a bare machine ---------------------------------------------------------------------------------------------------
 
 

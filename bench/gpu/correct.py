@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import seqpar
+from bench.gpu import rivals
 from bench.gpu.calls import (
     TOLERANCE,
     Nobody,
@@ -40,7 +41,6 @@ from bench.gpu.calls import (
 )
 from bench.gpu.graphs import two_plans
 from bench.gpu.machine import DeviceLost, Machine, unable
-from bench.gpu.rivals import PEERS
 from bench.gpu.rows import Case, Row
 from seqpar.facts.value import Ints
 from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, Sums, acc_dtype, call_spec
@@ -181,7 +181,7 @@ def _missing(machine: Machine) -> Iterator[Row]:
     for name, kernel in kernels().items():
         if why := absent(kernel, machine):
             yield {"kernel": name, "mode": "check", "skipped": why}
-    for peer in PEERS:
+    for peer in rivals.PEERS:
         if why := peer.missing(machine.device):
             yield {"kernel": peer.name, "mode": peer.mode, "skipped": why}
 

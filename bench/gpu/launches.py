@@ -126,17 +126,22 @@ def of_schedule(name: str, calls: int) -> Figures:
     return figures
 
 
-def process(calls: int = 200) -> Figures:
-    """Microseconds by case."""
+def stand_in(capability: int, processors: int) -> None:
+    """Make Triton's kernels compile for a GPU that is not here and launch nothing, on CPU tensors, in this process."""
     import triton
 
-    torch.set_num_threads(1)
-    stub = Stub(GENERATION)
+    stub = Stub(capability)
     stub.keeps = False
     triton.runtime.driver.set_active(stub)
-    package._processors = lambda device: 1  # so that no key tile's work is split: its sums would be the CPU's
+    package._processors = lambda device: processors
     softmax.on_triton = lambda x: True  # type: ignore[attr-defined]
     Triton.refuses = lambda self, spec: None
+
+
+def process(calls: int = 200) -> Figures:
+    """Microseconds by case."""
+    torch.set_num_threads(1)
+    stand_in(GENERATION, 1)  # one processor, so that no key tile's work is split: its sums would be the CPU's
     kernel = next(each for each in KERNELS if each.name == "triton")
     assert isinstance(kernel, Triton)
     kernel.configure = lambda descriptor: configure(replace(descriptor, generation=GENERATION))

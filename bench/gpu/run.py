@@ -3,6 +3,8 @@
     python -m bench.gpu.run                                # everything, most valuable first
     python -m bench.gpu.run --minutes 8                    # stops then; the next call goes on where this one ended
     python -m bench.gpu.run --slice correct --slice ring   # these alone; --list names them and their cases
+    python -m bench.gpu.run --case '16384, 16 heads' --case 'forward 128'    # what has one of these in its name
+    python -m bench.gpu.run --without flex                 # whose compilation takes a minute
     python -m bench.gpu.run --rehearse                     # every slice in tiny shapes on the CPU, to a temporary file
     python -m bench.gpu.run --needs                        # what this machine lacks, and nothing else
     python -m bench.gpu.run --json /kept/new.jsonl --rows /kept/old.jsonl --minutes 8     # goes on from a copy of old
@@ -67,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 if no result is wrong, 2 if nothing can run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", action="append", help="one of --list; may be given several times")
+    parser.add_argument("--case", action="append", help="a part of the names of cases; may be given several times")
+    parser.add_argument("--without", action="append", help="another library not to time; may be given several times")
     parser.add_argument("--list", action="store_true", help="name slices and cases, and run nothing")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which the case at hand is cut off")
     parser.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
@@ -96,6 +100,13 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(args.slice or ()) - set(known):
         parser.error(f"unknown slice {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     cases = [case for name in known if name in (args.slice or known) for case in known[name](args.rehearse)]
+    cases = [case for case in cases if any(part in case.name for part in args.case or [""])]
+    if not cases:
+        parser.error(f"no case has {' or '.join(args.case)} in its name; see --list")
+    if args.without:
+        from bench.gpu import rivals
+
+        rivals.PEERS = tuple(peer for peer in rivals.PEERS if peer.name not in args.without)
     cases.sort(key=lambda case: case.later)
     if args.list:
         for case in cases:

@@ -23,6 +23,15 @@ TOKENS, WINDOW, SINKS = 131072, 4096, 4
 
 def trees(tiny: bool) -> list[Case]:
     """The cases of both masks, forward and backward."""
+    return [
+        Case("trees", f"{setup}, {BACKWARD if back else FORWARD}", partial(_raced, setup, back))
+        for setup in setups(tiny)
+        for back in (False, True)
+    ]
+
+
+def setups(tiny: bool) -> list[Setup]:
+    """The calls of both masks."""
     made = {"heads": 32, "kv_heads": 8, "dim": 128, "v_dim": 128}
     prompt, answers, tokens, window = PROMPT, ANSWERS, TOKENS, WINDOW
     if tiny:
@@ -30,11 +39,7 @@ def trees(tiny: bool) -> list[Case]:
         prompt, answers, tokens, window = 16, (9, 24), TINY, 20
     tree = Setup("prompt and answers", (prompt, *answers), **made, tree=True)
     sinks = Setup("window and sinks", (tokens,), **made, window=window, sinks=SINKS)
-    return [
-        Case("trees", f"{setup}, {BACKWARD if back else FORWARD}", partial(_raced, setup, back))
-        for setup in (tree, sinks)
-        for back in (False, True)
-    ]
+    return [tree, sinks]
 
 
 def _raced(setup: Setup, back: bool, machine: Machine) -> Iterator[Row]:

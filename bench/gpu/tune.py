@@ -44,13 +44,13 @@ class Candidate:
         heads = 2048 // self.dim
         return Setup("causal", (tokens or TOKENS,), heads, heads, self.dim, self.dim)
 
+    def configuration(self, d: Descriptor) -> LaunchConfig:
+        """That of this candidate for its direction, else the shipped one."""
+        return self.config if d.direction == self.direction else configure(d)
+
     def kernel(self) -> Triton:
         """The Triton kernel with this candidate for its direction."""
-
-        def chosen(d: Descriptor) -> LaunchConfig:
-            return self.config if d.direction == self.direction else configure(d)
-
-        return Triton(configure=chosen, variants=False)
+        return Triton(configure=self.configuration, variants=False)
 
     def __str__(self) -> str:
         c = self.config
@@ -62,16 +62,18 @@ def tune(tiny: bool) -> list[Case]:
     if tiny:
         pairs = [Candidate("forward", 16, LaunchConfig(bm, 32, 4, 1), True) for bm in (32, 64)]
         return [Case("tune", "forward 16", partial(_tune, pairs))]
+    groups: dict[str, list[Candidate]] = {}
+    for c in candidates():
+        groups.setdefault(f"{c.direction} {c.dim}, {c.config.bm}x{c.config.bn}", []).append(c)
+    return [Case("tune", name, partial(_tune, group), later=True) for name, group in groups.items()]
+
+
+def candidates() -> list[Candidate]:
+    """All candidates of all directions and head dims, those with tiles of one shape together."""
     from bench.gpu.binaries import CANDIDATES
 
-    cases = []
-    for dim in (128, 64):
-        for direction in DIRECTIONS:
-            for shape in dict.fromkeys((c.bm, c.bn) for c in CANDIDATES if c.bm * c.bn >= LEAST_PAIRS):
-                group = [Candidate(direction, dim, c, False) for c in CANDIDATES if (c.bm, c.bn) == shape]
-                name = f"{direction} {dim}, {shape[0]}x{shape[1]}"
-                cases.append(Case("tune", name, partial(_tune, group), later=True))
-    return cases
+    large = [c for c in CANDIDATES if c.bm * c.bn >= LEAST_PAIRS]
+    return [Candidate(direction, dim, c, False) for dim in (128, 64) for direction in DIRECTIONS for c in large]
 
 
 def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
