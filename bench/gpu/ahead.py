@@ -2,10 +2,10 @@
 
     TRITON_CACHE_DIR=/kept python -m bench.gpu.ahead       # checks, forward, backward and trees, for capability 9.0
     TRITON_CACHE_DIR=/kept python -m bench.gpu.ahead --slice tune --capability 100 --processors 148
-    TRITON_CACHE_DIR=/kept make gpu                        # there, with the same version of Triton
+    TRITON_CACHE_DIR=/kept make gpu                        # on the GPU machine, with the same Triton
 
 Triton finds a binary by its kernel's source, its arguments' kinds, the GPU and its own files, so the folder may come
-from another machine, and another Python, at the same path. A call is made on CPU tensors of the true shapes, with a
+from another machine, and another Python, at the same path. A call gets CPU tensors of the true shapes and a
 driver that launches nothing: results are not looked at. Slices that call `seqpar.attention` compile more on the GPU.
 """
 
@@ -75,7 +75,7 @@ Work = tuple[str, Callable[[Absent], None]]
 
 
 def work(slices: list[str]) -> list[Work]:
-    """What is compiled for each slice, with a name to print."""
+    """The calls that are compiled for each slice, each with a name to print."""
     found: list[Work] = []
     if "correct" in slices:
         checks = [check for group in correct.groups(False).values() for check in group]

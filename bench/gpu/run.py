@@ -3,7 +3,7 @@
     python -m bench.gpu.run                                # everything, most valuable first
     python -m bench.gpu.run --minutes 8                    # stops then; the next call goes on where this one ended
     python -m bench.gpu.run --slice correct --slice ring   # these alone; --list names them and their cases
-    python -m bench.gpu.run --case '16384, 16 heads' --case 'forward 128'    # what has one of these in its name
+    python -m bench.gpu.run --case '16384, 16 heads' --case 'forward 128'    # cases with one of these in their names
     python -m bench.gpu.run --without flex                 # whose compilation takes a minute
     python -m bench.gpu.run --rehearse                     # every slice in tiny shapes on the CPU, to a temporary file
     python -m bench.gpu.run --needs                        # what this machine lacks, and nothing else
