@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import seqpar
-from bench.gpu import graphs, lost, magi, nccl, needs, run
+from bench.gpu import correct, graphs, lost, magi, nccl, needs, run
 from bench.gpu import machine as machines
-from bench.gpu.calls import OfKernel, Problem, Setup, errors
+from bench.gpu.calls import OfKernel, Problem, Setup, errors, field
 from bench.gpu.machine import Machine
 from bench.gpu.ring import Virtual
 from bench.gpu.rows import Case, Results, Row
@@ -27,6 +27,7 @@ from bench.gpu.step import SCHEDULES, Turn
 from bench.lib.virtual import Post
 from seqpar import native
 from seqpar.kernels import Blockwise, Grads, Operands
+from seqpar.kernels.reference import Reference
 from seqpar.testing import run_processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +140,45 @@ def slow(machine: Machine) -> Iterator[Row]:
         time.sleep(30.0)
     except Exception:
         yield {"kernel": "k", "mode": "second", "ok": False}
+
+
+def test_cases_are_chosen_by_parts_of_their_names(cases: Any, tmp_path: Path, capsys: Any) -> None:
+    path, todo = tmp_path / "rows.jsonl", [Case("own", name, quick) for name in ("one", "two", "two and three")]
+    assert cases(todo, "--json", path, "--case", "one", "--case", "three") == 0
+    assert [row["case"] for row in rows_of(path)] == ["one", "two and three"]
+    for given, said in (
+        (("--case", "one", "--case", "four"), "no case has 'four' in its name"),
+        (("--without", "flax"), "unknown library flax; there are sdpa_flash, sdpa_cudnn, sdpa_math, flex"),
+    ):
+        with pytest.raises(SystemExit):
+            cases(todo, "--json", path, *given)
+        assert said in capsys.readouterr().err
+
+
+def test_a_library_is_left_out_on_demand() -> None:
+    made = {"heads": 2, "kv_heads": 1, "dim": 16, "v_dim": 16, "dtype": torch.float32}
+    setup, names = Setup("causal", (64,), **made), []
+    for without in ((), ("sdpa_math",)):
+        found, _ = field(Machine(rehearsal=True, without=without), setup, backward=False)
+        names.append({label.kernel for label in found})
+    assert names[0] - names[1] == {"sdpa_math"}
+
+
+@pytest.mark.parametrize(("name", "keys"), [("blockwise", 2), ("reference", 2), ("blockwise", 40)])
+def test_a_kernel_that_is_wrong_is_refused(name: str, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a right one exceeds the tolerance, as with two keys."""
+    kind = {"blockwise": Blockwise, "reference": Reference}[name]
+    check = correct.Check(name, queries=300, keys=keys, heads=2, kv_heads=1)
+    assert correct.judged(check, torch.device("cpu"))["ok"]
+
+    class Wrong(kind):  # type: ignore[misc,valid-type]
+        def backward(self, x: Operands, grads: Grads) -> None:
+            super().backward(x, grads)
+            grads.dq.mul_(1.1)
+
+    monkeypatch.setattr(correct, "kernels", lambda: {name: Wrong()})
+    found = correct.judged(check, torch.device("cpu"))
+    assert not found["ok"] and "dq off by" in found["refused"]
 
 
 def test_a_case_that_the_time_cut_off_is_tried_again(cases: Any, tmp_path: Path) -> None:

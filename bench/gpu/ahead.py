@@ -24,6 +24,7 @@ import torch
 
 from bench.gpu import binaries, correct, launches, speed, trees, tune
 from bench.gpu.calls import OfKernel, Problem, Setup
+from seqpar.kernels.dispatch import triton_installed
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure
 
@@ -44,7 +45,7 @@ class Absent:
 
     def check(self, check: correct.Check, *, tf32: bool) -> None:
         """Compile what a check launches."""
-        correct.run(self.kernel(tf32=tf32), check, correct._inputs(check, CPU))
+        correct.run(self.kernel(tf32=tf32), check, correct.inputs(check, CPU))
 
     def call(self, setup: Setup) -> None:
         """Compile what forward and backward of a call launch, and of the small call that is checked before."""
@@ -92,22 +93,24 @@ def work(slices: list[str]) -> list[Work]:
     return found
 
 
-def done(gpu: Absent, item: Work) -> str:
-    """What a process says of its work."""
+def done(gpu: Absent, item: Work) -> tuple[bool, str]:
+    """Whether a process could compile a call, and the line that says so."""
     torch.set_num_threads(1)
-    gpu.stand_in()
+    name, compile_call = item
     began = time.monotonic()
     try:
-        item[1](gpu)
+        gpu.stand_in()
+        compile_call(gpu)
     except Exception as error:
-        return f"{item[0]}: {type(error).__name__}: {error}"[:500]
-    return f"{item[0]}: {time.monotonic() - began:.1f} s"
+        return False, f"{name}: {type(error).__name__}: {error}"[:500]
+    return True, f"{name}: {time.monotonic() - began:.1f} s"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a line for everything that was compiled. The exit code: 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slice", action="append", choices=("correct", "forward", "trees", "tune"))
+    slices = ("correct", "forward", "trees", "tune")
+    parser.add_argument("--slice", action="append", choices=slices, help="forward is backward too")
     parser.add_argument("--capability", type=int, default=90, choices=sorted(binaries.SHARED))
     parser.add_argument(
         "--processors", type=int, default=132, help="of the GPU (default: %(default)s, an H100 or H200)"
@@ -115,11 +118,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--most", type=int, help="only the first so many")
     args = parser.parse_args(arguments)
+    if not triton_installed():
+        parser.error("triton is not installed, which compiles the kernels")
+    os.environ.pop("TRITON_INTERPRET", None)  # which compiles nothing
     gpu = Absent(args.capability, args.processors)
     items, failed = work(args.slice or ["correct", "forward", "trees"])[: args.most], 0
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        for said in pool.map(partial(done, gpu), items):
-            failed += "Error: " in said
+        for right, said in pool.map(partial(done, gpu), items):
+            failed += not right
             print(said, flush=True)
     return int(failed > 0)
 

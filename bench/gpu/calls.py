@@ -344,7 +344,7 @@ def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label
         if not any(label.kernel == name for label in found):
             rows += [{**label._asdict(), "skipped": reason} for label, reason in refused.items()]
     for peer in rivals.PEERS:
-        if peer.missing(machine.device):
+        if peer.name in machine.without or peer.missing(machine.device):
             continue
         reason = peer.refuses(setup, backward)
         label = Label(peer.name, peer.mode if backward else FORWARD)

@@ -61,10 +61,15 @@ class Sample(NamedTuple):
 
 
 class Machine:
-    """The device and its clock. minutes: until a case is cut off. cold: overwrite the L2 cache before each run."""
+    """The device and its clock.
 
-    def __init__(self, *, rehearsal: bool = False, minutes: float = math.inf, cold: bool = False) -> None:
-        self.rehearsal, self.cold = rehearsal, cold
+    minutes: until a case is cut off. cold: overwrite the L2 cache before each run. without: libraries not to time.
+    """
+
+    def __init__(
+        self, *, rehearsal: bool = False, minutes: float = math.inf, cold: bool = False, without: Sequence[str] = ()
+    ) -> None:
+        self.rehearsal, self.cold, self.without = rehearsal, cold, without
         self.device = torch.device("cpu" if rehearsal else "cuda")
         self.deadline = time.monotonic() + 60 * minutes
         self.known: dict[Hashable, Any] = {}  # values that cases derive once

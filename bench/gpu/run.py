@@ -70,7 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", action="append", help="one of --list; may be given several times")
     parser.add_argument("--case", action="append", help="a part of the names of cases; may be given several times")
-    parser.add_argument("--without", action="append", help="another library not to time; may be given several times")
+    parser.add_argument(
+        "--without", action="append", default=[], help="a library not to time; its cases count as measured all the same"
+    )
     parser.add_argument("--list", action="store_true", help="name slices and cases, and run nothing")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which the case at hand is cut off")
     parser.add_argument("--json", type=Path, help=f"file of the rows, default {RESULTS}")
@@ -100,13 +102,15 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(args.slice or ()) - set(known):
         parser.error(f"unknown slice {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     cases = [case for name in known if name in (args.slice or known) for case in known[name](args.rehearse)]
+    for part in args.case or ():
+        if not any(part in case.name for case in cases):
+            parser.error(f"no case has {part!r} in its name; see --list")
     cases = [case for case in cases if any(part in case.name for part in args.case or [""])]
-    if not cases:
-        parser.error(f"no case has {' or '.join(args.case)} in its name; see --list")
-    if args.without:
-        from bench.gpu import rivals
+    from bench.gpu.rivals import PEERS
 
-        rivals.PEERS = tuple(peer for peer in rivals.PEERS if peer.name not in args.without)
+    if unknown := set(args.without) - {peer.name for peer in PEERS}:
+        libraries = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
+        parser.error(f"unknown library {', '.join(sorted(unknown))}; there are {libraries}")
     cases.sort(key=lambda case: case.later)
     if args.list:
         for case in cases:
@@ -121,7 +125,7 @@ def _measure(args: argparse.Namespace, cases: list[Case]) -> int:
     from bench.gpu.rows import Results, doubt, wrong
     from bench.gpu.tune import ranking
 
-    machine = Machine(rehearsal=args.rehearse, minutes=args.minutes, cold=args.cold)
+    machine = Machine(rehearsal=args.rehearse, minutes=args.minutes, cold=args.cold, without=args.without)
     path = args.json or (Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if args.rehearse else RESULTS)
     if args.rows is not None and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -235,15 +235,14 @@ def check_language() -> int:
     import triton
     import triton.language as tl
 
-    missing = set()
-    for path in sorted((ROOT / "seqpar").rglob("triton/*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in ("tl", "triton")
-            ):
-                missing |= set() if hasattr({"tl": tl, "triton": triton}[node.value.id], node.attr) else {node.attr}
+    modules = {"tl": tl, "triton": triton}
+    missing = {
+        node.attr
+        for path in (ROOT / "seqpar").rglob("triton/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+        if not hasattr(modules[node.value.id], node.attr)
+    }
     print(*sorted(missing), "missing", len(missing))
     return 0
 
