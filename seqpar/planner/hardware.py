@@ -314,7 +314,7 @@ _H200 = "; an H200 computes like an H100 and has 141 GB"
 
 
 def _h100(name: str, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "", fast: bool = False) -> Hardware:
-    # the kernels that `seqpar.kernels.preference` takes
+    # of the kernel that `seqpar.kernels.preference` takes for several steps
     exact = (
         "395 forward as Triton's tutorial, and 282 backward, which is 5/7 of it, since Triton's backward takes 7 "
         "products for 5"

@@ -111,8 +111,9 @@ def configure(d: Descriptor) -> LaunchConfig:
     """The configuration for a descriptor.
 
     Each is the largest tile whose binary fits shared memory and spills no registers (a few in some backwards) with all
-    supported versions of Triton (`bench/gpu/binaries.py`). On 9.0 those of head dims 97 to 128 are the fastest of all
-    that fit, timed in bf16 on an H200 (`bench/gpu/run.py --slice tune`); nobody has timed the rest.
+    supported versions of Triton (`bench/gpu/binaries.py`). On 9.0 those for head dims 97 to 128 are instead the fastest
+    at 128 in bf16 on an H200, each with the others as they were, of tiles of 64 and 128 rows that spill nothing
+    (`bench/gpu/run.py --slice tune`). Nobody has timed the rest.
     """
     if d.generation == 0:
         return LaunchConfig(64, 64, 4, 1)

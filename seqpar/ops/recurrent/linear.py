@@ -51,7 +51,7 @@ def linear_attention(
     default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms, with 1e-6 added to the squares.
     initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"`` compares; the rank with a document's
     first row reads it. kernel: "auto", "native" (on the CPU), "chunked", "reference", or by name alone "triton" (on
-    CUDA, no decay of channels) and "fla" (flash-linear-attention, on CUDA in 16 bits), which no GPU has run yet.
+    CUDA, no decay of channels) and "fla" (flash-linear-attention, on CUDA in 16 bits), which no GPU has timed.
 
     travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
     each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import CASES, PLANS, batches, build, check, on_ranks, one_process
@@ -24,3 +25,23 @@ def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
             check(found, one_process(model, every, case.causal), every)
         except AssertionError as error:
             raise AssertionError(f"{kind}, {plan}, {ranks} ranks: {error}") from None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_a_model_on_ranks_of_a_gpu(name: str) -> None:
+    """In float32, whose sums a GPU orders otherwise."""
+    on_gpu(name, "cuda")
+
+
+def test_a_model_on_ranks_of_a_gpu_is_rehearsed() -> None:
+    on_gpu("llama", "cpu")
+
+
+def on_gpu(name: str, device: str) -> None:
+    """Heads of 64, which Triton's kernels take as they are."""
+    model = build(name, hidden_size=256, head_dim=64).to(device)
+    for kind, plan, ranks in (("left", "ring", 3), ("mixed", "ulysses", 2), ("right", "planner", 2)):
+        every = [{key: x.to(device) for key, x in batch.items()} for batch in batches(kind, ranks)]
+        found = run_threads(ranks, on_ranks, model, every, {"plan": PLANS[plan]}, timeout=300.0)  # kernels compile
+        check(found, one_process(model, every, True), every, tolerance=1e-4)

@@ -10,8 +10,9 @@ Runs are cut into chunks of 64 rows. Inside them rows meet in matrix products, a
     gradients       those of q and k, from both                                                         a chunk
 
 Every sum has one program and one order. States and solutions are kept in float32 between kernels, K * V
-numbers for each chunk and head. A value that is not finite makes all rows of its run NaN, and no other run. No GPU has
-run the kernels yet: the interpreter has, and they are compiled for every generation.
+numbers for each chunk and head. A value that is not finite makes all rows of its run NaN, and no other run. An H200
+has run two short runs of a state space right, and timed nothing; the interpreter runs all, and they are compiled for
+every generation.
 
 Sources: Dao and Gu 2024, section 6 (chunks of state spaces); Yang et al. 2024, "Parallelizing linear transformers with
 the delta rule", section 3, and "Gated delta networks", section 3.3.
