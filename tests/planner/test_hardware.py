@@ -97,6 +97,23 @@ def test_a_forecast_names_the_kernel_and_the_channels_and_what_nobody_measured(n
     assert "hop inside a node" in machine.assumed or not on_gpus
 
 
+def test_an_h200_has_the_rates_of_its_record() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "gpu.jsonl").read_text().splitlines()]
+    triton = [row for row in rows if row["kernel"] == "triton" and "tflops" in row]
+    tiles = {"bm": 128, "bn": 128, "warps": 8, "stages": 3}
+    forward = [
+        row["tflops"] for row in triton if row["mode"] == "forward" and row.get("config", {}).items() >= tiles.items()
+    ]
+    backward = [
+        row["tflops"]
+        for row in triton
+        if (row["slice"], row["case"]) == ("backward", "causal 16384, 16 heads of 128, bf16")
+    ]
+    attention = Hardware.preset("h200").attention
+    assert attention.rate / 1e12 == pytest.approx(max(forward), rel=0.01)
+    assert attention.backward_rate / 1e12 == pytest.approx(max(backward), rel=0.01)
+
+
 def test_seconds_of_a_call_add_up() -> None:
     attention = Attention(rate=100.0, backward_rate=50.0, piece=0.5, query_pairs=2.0, key_pairs=3.0, stage=0.25)
     call = {"area": 7, "queries": 4, "keys": 5, "pieces": 2, "steps": 3}
