@@ -174,6 +174,8 @@ class Mask(Fact):
     def __or__(self, other: Mask) -> Mask:
         """The pairs of either mask, each once; one of the two masks itself if it has all pairs of the other.
 
+        Of two masks with the same pairs and different bounds it is the one with the smaller digest: ``a | b == b | a``.
+
         Positions are those of the tree, if a part is one.
 
         Raises: ValueError for masks of other documents. NotImplementedError for trees of other paths, for parts that
@@ -197,7 +199,7 @@ class Mask(Fact):
         )  # fmt: skip
         area = mask.area()
         parts = [part for part in (self, other) if part.area() == area and (part.paths is None) == (paths is None)]
-        return parts[0] if parts else mask
+        return min(parts, key=Mask.digest, default=mask)
 
     def _sizes(self) -> str:
         kv_lengths = "" if self.kv_lengths is self.lengths else f", kv_lengths={self.kv_lengths.tolist()!r:.100}"
