@@ -137,8 +137,8 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     kinds = [max(s for name, s in planning.items() if name.startswith(k)) for k in ("contiguous", "zigzag")]
     kinds.append(planning["striped, rank 0"])
     yield "cpu.json", "all that one rank of 64", [f"{1e3 * seconds:.0f}" for seconds in kinds]
-    for name in ("cpu_attention.json", "cpu_attention_intel.json", "cpu_attention_avx2.json"):
-        yield name, "attention in one process", of_attention(name)
+    for name in ("", "_intel", "_avx512", "_avx2"):
+        yield f"cpu_attention{name}.json", "attention in one process", of_attention(f"cpu_attention{name}.json")
     yield "cpu_attention.json", "the same as a share", of_attention("cpu_attention.json", of_peak=True)
     for name, begins in (("recurrent.json", "a step of a recurrence"), ("recurrent_avx2.json", "the same where")):
         recurrences = [row for row in record(name)["rows"] if row["direction"] == "step"]
