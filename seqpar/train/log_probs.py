@@ -167,7 +167,7 @@ def _results(z: Tensor, labels: Tensor, to: list[Tensor], o: _Settings, grad: bo
         z.sub_(lse[:, None])
     if o.entropy:
         _keep_finite(z, o)
-        entropies.copy_(-torch.linalg.vecdot(z.exp(), z).masked_fill(~keep, 0.0))
+        entropies.copy_(torch.linalg.vecdot(z.exp(), z).neg_().masked_fill_(~keep, 0.0))  # 0, not -0
     if grad:
         z.exp_().neg_().scatter_add_(1, at, torch.ones_like(at, dtype=z.dtype))
         finish(z, keep, slope)

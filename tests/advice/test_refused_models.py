@@ -165,11 +165,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
     """The ranks' losses and gradients, by their numbers of labels, are those of one process on all sequences."""
     torch.manual_seed(0)
-    model = REFUSED[name]().train(name == "a recurrence")  # RWKV has no dropout, and rescales weights in evaluation
+    # RWKV has no dropout, and rescales weights in evaluation; it and Longformer keep some sums in fp32
+    model = REFUSED[name]().double().train(name == "a recurrence")
     with advised(NotImplementedError, "train it with data parallelism, whole sequences on each rank"):
         seqpar.parallelize(model, LocalComm())
     if name == "images":
-        batch = {"pixel_values": torch.randn(5, 3, 8, 8), "labels": torch.randint(0, 5, (5,))}
+        batch = {"pixel_values": torch.randn(5, 3, 8, 8).double(), "labels": torch.randint(0, 5, (5,))}
     else:
         batch = {key: torch.randint(3, 61, (5, 12)) for key in ("input_ids", "labels")}
         batch["labels"][:, 0] = -100  # which models that shift labels leave out in any case
@@ -185,10 +186,10 @@ def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
     found = run_threads(2, lambda comm: step(copy.deepcopy(model), shares[comm.rank]))
     loss, grads = step(model, slice(None))
     weights = [count / sum(counts) for count in counts]
-    assert sum(w * own for w, (own, _) in zip(weights, found, strict=True)) == pytest.approx(loss, rel=1e-5)
+    assert sum(w * own for w, (own, _) in zip(weights, found, strict=True)) == pytest.approx(loss, rel=1e-6)
     for key, grad in grads.items():
         total = sum(w * own[key] for w, (_, own) in zip(weights, found, strict=True))
-        torch.testing.assert_close(total, grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(total, grad, rtol=1e-4, atol=1e-6)
 
 
 # --- models that see PyTorch's attention ------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ def test_a_rank_without_labels_has_zeros_that_lead_to_its_rows(entropy: bool, ro
         results = found if entropy else (found,)
         for result in results:
             assert result.shape == (rows,) and not result.any() and result.requires_grad
+            assert not result.signbit().any(), "0, not -0"
         for grad, leaf in zip(grads(sum(x.sum() for x in results), *leaves), leaves):
             assert torch.equal(grad, torch.zeros_like(leaf))
 
@@ -157,7 +158,8 @@ def test_low_precision_errs_no_more_than_torch_does(dtype: torch.dtype, autocast
     with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
         naive = dense(*leaves, None, labels, temperature=0.9)
         ours = token_log_probs(*leaves, labels, temperature=0.9, entropy=True, chunk=7)
-    least = torch.finfo(dtype).eps / 4
+    # torch's sums of fp32 have another order on each processor, so one rounding more or less is no error
+    least = torch.finfo(dtype).eps / (1 if dtype == torch.float32 else 4)
     for got, *others in zip(ours, naive, expected):
         other, reference = (x.detach() for x in others)
         assert got.dtype == torch.float32
