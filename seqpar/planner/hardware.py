@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SCHEMA = 1
 HIDDEN = 0.5  # as measured by bench/cpu/timeline.py
@@ -311,46 +311,49 @@ _NDR_SOURCE = (
 )
 _GB = 1_000_000_000
 _H200 = "; an H200 has the linear layers and links of an H100, and 141 GB"
-_H200_MEMORY = 141 * _GB
 
 
-def _h100(name: str, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "", fast: bool = False) -> Hardware:
-    # of the kernel that `seqpar.kernels.preference` takes for several steps
-    exact = (
-        "395 forward as Triton's tutorial, and 282 backward, which is 5/7 of it, since Triton's backward takes 7 "
-        "products for 5"
-    )
-    rates = "FlashAttention-3, 648 forward and 561 backward" if fast else exact
-    assumed = _HOP if fast else f"Triton's backward, and its forward in place of the tutorial's; {_HOP}"
+class _Rates(NamedTuple):
+    """Attention's operations per second at head dim 128, by the kernel that `seqpar.kernels.preference` takes."""
+
+    kernel: str
+    forward: float
+    backward: float
+    source: str
+    assumed: str = _HOP
+
+
+_TRITON = _Rates(
+    "triton", 395e12, 395e12 * 5 / 7,
+    "395 forward as Triton's tutorial, and 282 backward, which is 5/7 of it, since Triton's backward takes 7 products "
+    "for 5 (Shah et al. 2024, figures 5 and 6)",
+    f"Triton's backward, and its forward in place of the tutorial's; {_HOP}",
+)  # fmt: skip
+_FLASH3 = _Rates(
+    "flash3", 648e12, 561e12,
+    "FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6)",
+)  # fmt: skip
+_TRITON_ON_H200 = _Rates(
+    "triton", 516e12, 324e12,
+    "Triton's kernels as this project measured them on one H200, 516 forward and 324 backward (causal, 16,384 tokens, "
+    "16 heads, bf16; bench/results/gpu.jsonl)",
+)  # fmt: skip
+
+
+def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
     return Hardware(
         name=name,
         source=(
-            f"attention at head dim 128 at the rates of {rates} (Shah et al. 2024, figures 5 and 6); {_ROWS_SOURCE}; "
-            f"{_MATMUL_SOURCE}; {_NVLINK4_SOURCE}; {_NDR_SOURCE}{note}"
+            f"attention at head dim 128 at the rates of {rates.source}; {_ROWS_SOURCE}; {_MATMUL_SOURCE}; "
+            f"{_NVLINK4_SOURCE}; {_NDR_SOURCE}{note}"
         ),
-        kernel="flash3" if fast else "triton",
-        assumed=assumed,
-        attention=Attention(
-            rate=648e12 if fast else 395e12, backward_rate=561e12 if fast else 395e12 * 5 / 7, **_FA2_ROWS
-        ),
+        kernel=rates.kernel,
+        assumed=rates.assumed,
+        attention=Attention(rate=rates.forward, backward_rate=rates.backward, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 792.1e12,
         inside=_NVLINK4,
         across=Link(latency=_NVLINK4.latency, bandwidth=across),
         memory=memory - _GAP,
-    )
-
-
-def _h200() -> Hardware:
-    like = _h100("h200", memory=_H200_MEMORY)
-    return replace(
-        like,
-        source=(
-            "attention at 516 forward and 324 backward, as this project measured Triton's kernels on one H200 (causal, "
-            f"16,384 tokens, 16 heads of 128, bf16; bench/results/gpu.jsonl); {_ROWS_SOURCE}; {_MATMUL_SOURCE}; "
-            f"{_NVLINK4_SOURCE}; {_NDR_SOURCE}{_H200}"
-        ),
-        assumed=_HOP,
-        attention=replace(like.attention, rate=516e12, backward_rate=324e12),
     )
 
 
@@ -439,11 +442,11 @@ def _cpu() -> Hardware:
 # Of the GPUs' figures this project has measured the two rates of "h200" alone; `seqpar calibrate` measures the machine
 # that it runs on. "-fast": the kernel that attention(accuracy="fast") takes, which differs on Hopper alone.
 PRESETS: dict[str, Callable[[], Hardware]] = {
-    "h100": lambda: _h100("h100"),
-    "h100-100g": lambda: _h100("h100-100g", across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
-    "h100-fast": lambda: _h100("h100-fast", fast=True),
-    "h200": _h200,
-    "h200-fast": lambda: _h100("h200-fast", memory=_H200_MEMORY, note=_H200, fast=True),
+    "h100": lambda: _hopper("h100", _TRITON),
+    "h100-100g": lambda: _hopper("h100-100g", _TRITON, across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
+    "h100-fast": lambda: _hopper("h100-fast", _FLASH3),
+    "h200": lambda: _hopper("h200", _TRITON_ON_H200, memory=141 * _GB, note=_H200),
+    "h200-fast": lambda: _hopper("h200-fast", _FLASH3, memory=141 * _GB, note=_H200),
     "a100": _a100,
     "a100-flexsp": _a100_flexsp,
     "b200": _b200,

@@ -165,7 +165,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
     """The ranks' losses and gradients, by their numbers of labels, are those of one process on all sequences."""
     torch.manual_seed(0)
-    # RWKV has no dropout, and rescales weights in evaluation; it and Longformer keep some sums in fp32
+    # RWKV has no dropout, and rescales weights in evaluation; it and T5 compute some steps in fp32
     model = REFUSED[name]().double().train(name == "a recurrence")
     with advised(NotImplementedError, "train it with data parallelism, whole sequences on each rank"):
         seqpar.parallelize(model, LocalComm())
