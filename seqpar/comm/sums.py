@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.comm.base import WorkBase
 from seqpar.comm.header import describe
-from seqpar.comm.protocol import Stats, Tag, refuse_capture
+from seqpar.comm.protocol import Stats, Tag, Work, refuse_capture
 
 BY_GLOO = (torch.float32, torch.float64, torch.int32, torch.int64)
 BY_NCCL = (torch.float16, torch.bfloat16, *BY_GLOO)
@@ -62,17 +62,19 @@ class GlooSums:
     def __init__(self, comm: Any) -> None:
         self._comm = comm
 
-    def sum_(self, flat: Tensor, tag: Tag, *, met: bool) -> None:
+    def meet(self, tag: Tag) -> Work:
+        """See `Collectives`."""
+        comm = self._comm
+        before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        return comm.exchange({before: [torch.ones(1)]}, {after: [torch.empty(1)]}, tag=tag)
+
+    def sum_(self, flat: Tensor, tag: Tag) -> None:
         """See `Collectives`."""
         comm = self._comm
         channel = comm._channel
         channel.check()
-        if not met:
-            before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-            comm.exchange({before: [torch.ones(1)]}, {after: [torch.empty(1)]}, tag=tag).wait()
         wide = flat.float() if flat.dtype in HALVES and comm.size > 2 else flat
         count(comm.stats, channel, wide[: -(-len(wide) // comm.size)])
-        tag = tag._replace(stage=tag.stage + 1)
         _Collective(channel, tag, comm.stats, channel.twin.allreduce([wide]), [wide]).wait()
         if wide is not flat:
             flat.copy_(wide)
@@ -84,10 +86,12 @@ class NcclSums:
     def __init__(self, channel: Any, stats: Stats) -> None:
         self._channel, self._stats = channel, stats
 
-    def sum_(self, flat: Tensor, tag: Tag, *, met: bool) -> None:
+    def meet(self, tag: Tag) -> None:
         """See `Collectives`. No message says whether ranks have met."""
+
+    def sum_(self, flat: Tensor, tag: Tag) -> None:
+        """See `Collectives`."""
         refuse_capture(tag)
-        tag = tag._replace(stage=tag.stage + 1)
         channel, nccl = self._channel, self._channel.nccl
         wide = flat.float() if flat.dtype in HALVES else flat
         own = flat.view(channel.size, -1)[channel.rank]

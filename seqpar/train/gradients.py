@@ -23,7 +23,7 @@ from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
-from seqpar.train.sums import flattened, sum_
+from seqpar.train.sums import summed
 
 BUCKET_BYTES = 1 << 26
 
@@ -136,9 +136,8 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
         asked = changed is not None and not index
         if asked:
             grads.append(grads[0].new_full((1,), float(bool(changed))))
-        flat = flattened(grads, comm)
         part = tag._replace(phase=index, name=f"sync_gradients (bucket {index})")
-        sum_(flat, comm, part, met=not asked)
+        flat = summed(grads, comm, part, met=not asked)
         if asked and flat[sum(grad.numel() for grad in grads) - 1]:
             return False
         sums = [_grad(p) for p in bucket]

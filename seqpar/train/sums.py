@@ -18,6 +18,7 @@ MPICH (2005), section 4.4.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def sum_under(x: Tensor, comm: Comm, what: str, facts: Mapping[str, object]) -> 
     facts: what else the call depends on; they ride in the messages, and ranks that differ do not meet.
     """
     digest = digest_of_call(what, facts) if comm.size > 1 else 0
-    return _summed(x.detach(), comm, Tag(digest, comm.next_call(), 0, 0, what))
+    return _whole(x.detach(), comm, Tag(digest, comm.next_call(), 0, 0, what))
 
 
 def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
@@ -88,57 +89,73 @@ class _AllSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
         with agreement("all_sum", comm) as call:
-            call.facts = {
-                "shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "requires grad": x.requires_grad,
-            }  # fmt: skip
+            call.facts, call.digest = _facts(x.shape, x.dtype, x.device.type, x.requires_grad, several=comm.size > 1)
         ctx.comm, ctx.call = comm, (call.digest, comm.next_call())
-        return _summed(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
+        return _whole(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.comm, Tag(*ctx.call, 1, 0, "all_sum (backward)")), None
+        return _whole(grad, ctx.comm, Tag(*ctx.call, 1, 0, "all_sum (backward)")), None
 
 
-def _summed(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
-    flat = flattened([x], comm, kept=True)
-    sum_(flat, comm, tag)
-    return flat[: x.numel()].view(x.shape)
+@lru_cache(maxsize=256)
+def _facts(
+    shape: torch.Size, dtype: torch.dtype, device: str, requires_grad: bool, *, several: bool
+) -> tuple[Mapping[str, object], int]:
+    """The facts of an `all_sum`, and their digest, 0 for a single rank."""
+    facts = {"shape": list(shape), "dtype": dtype, "device": device, "requires grad": requires_grad}
+    return facts, digest_of_call("all_sum", facts) if several else 0
+
+
+def _whole(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
+    flat = summed([x], comm, tag, kept=True)
+    return (flat if len(flat) == x.numel() else flat[: x.numel()]).view(x.shape)
 
 
 @torch.no_grad()
-def flattened(tensors: Sequence[Tensor], comm: Comm, *, kept: bool = False) -> Tensor:
-    """The elements of tensors of one dtype, end to end, padded with zeros to a multiple of the comm's size.
+def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False, kept: bool = False) -> Tensor:
+    """The sum over ranks of the elements of tensors of one dtype, end to end, then zeros, to a multiple of the ranks.
 
-    kept: as in `Comm.empty`.
+    Uses the tag's stage and those after it. met: whether ranks know already that all are in this call, with tensors of
+    one size. kept: as in `Comm.empty`.
     """
-    count = sum(x.numel() for x in tensors)
+    count = sum([x.numel() for x in tensors])
     flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device, kept=kept)
+    if comm.size == 1 or not count:
+        return _filled(flat, tensors, count)
+    with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
+        if _few(flat, comm.size):
+            _by_pairs(_filled(flat, tensors, count), comm, tag)
+        elif (sums := comm.sums(flat)) is None:
+            _by_pieces(_filled(flat, tensors, count), comm, tag)
+        else:
+            # ranks hear of each other while they copy
+            meeting = None if met else sums.meet(tag)
+            _filled(flat, tensors, count)
+            if meeting is not None:
+                meeting.wait()
+            sums.sum_(flat, tag._replace(stage=tag.stage + 1))
+    return flat
+
+
+def _filled(flat: Tensor, tensors: Sequence[Tensor], count: int) -> Tensor:
+    """The flat tensor, holding the `count` elements of tensors and zeros."""
+    if count == len(flat) and len(tensors) == 1:
+        return flat.copy_(tensors[0].reshape(-1))
     torch.cat([x.reshape(-1) for x in tensors], out=flat[:count])
     flat[count:].zero_()
     return flat
 
 
-@torch.no_grad()
-def sum_(flat: Tensor, comm: Comm, tag: Tag, *, met: bool = False) -> None:
-    """Replace `flattened` tensors by their sum over ranks. Uses the tag's stage and those after it.
-
-    met: whether ranks know already that all are in this call, with tensors of one size.
-    """
-    if comm.size == 1 or not flat.numel():
-        return
-    with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        itemsize = 4 if flat.dtype in HALVES and comm.size > 2 else flat.itemsize
-        if flat.device.type == "cpu" and flat.numel() * itemsize * (comm.size - 1).bit_length() <= FEW:
-            _by_pairs(flat, comm, tag)
-        elif (sums := comm.sums(flat)) is not None:
-            sums.sum_(flat, tag, met=met)
-        else:
-            _by_pieces(flat, comm, tag)
+def _few(flat: Tensor, ranks: int) -> bool:
+    """Whether a tensor is summed by pairs of ranks."""
+    itemsize = 4 if flat.dtype in HALVES and ranks > 2 else flat.itemsize
+    return flat.device.type == "cpu" and flat.numel() * itemsize * (ranks - 1).bit_length() <= FEW
 
 
 def _by_pairs(flat: Tensor, comm: Comm, tag: Tag) -> None:
-    """`sum_` by recursive doubling. Both ranks of a pair add the same two sums, so they get the same bits."""
+    """`summed` in place, by recursive doubling. Both ranks of a pair add the same two sums and get the same bits."""
     # a sum of two is rounded once in any case
     total = flat.float() if flat.dtype in HALVES and comm.size > 2 else flat
     among = 1 << comm.size.bit_length() - 1  # ranks that double; another one gives to one of them, and takes at the end
@@ -155,7 +172,7 @@ def _by_pairs(flat: Tensor, comm: Comm, tag: Tag) -> None:
 
 
 def _by_pieces(flat: Tensor, comm: Comm, tag: Tag) -> None:
-    """`sum_` by exchanges of pieces, summed in the order of ranks."""
+    """`summed` in place, by exchanges of pieces, summed in the order of ranks."""
     pieces = flat.view(comm.size, -1)
     own = pieces[comm.rank]
     peers = [peer for peer in range(comm.size) if peer != comm.rank]

@@ -482,7 +482,7 @@ def test_tensors_of_other_sizes_never_meet_in_a_collective(ranks: int, other: in
 class FailingSums:
     """Sums of a rank that fails when all others are in theirs."""
 
-    def sum_(self, flat: Tensor, tag: object, *, met: bool) -> None:
+    def meet(self, tag: object) -> None:
         raise ArithmeticError("a test")
 
 
