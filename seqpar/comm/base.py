@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.comm.entry import ThreadEntry, enters
+from seqpar.comm.entry import ThreadEntry, enters, uncompiled
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import AGREEING, describe, hash63
 from seqpar.comm.owner import Owner
@@ -288,6 +288,7 @@ class WorkBase(Generic[C]):
     def __init__(self, channel: C, tag: Tag, stats: Stats | None) -> None:
         self._channel, self._tag, self._stats, self._waited = channel, tag, stats, False
 
+    @uncompiled
     def wait(self) -> None:
         """Return when the exchange is complete: see `Work.wait`."""
         if self._waited:

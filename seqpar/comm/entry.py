@@ -1,16 +1,20 @@
-"""One thread at a time inside a comm: a second thread is refused, since other ranks might mix up the two calls.
+"""Who may be inside a comm: one thread at a time, and no compiler.
 
-Ranks match calls by order, and two threads have no common order. Threads may take turns, as autograd's backward threads
-do, and a call may make other calls.
+A second thread is refused, since other ranks might mix up the two calls: ranks match calls by order, and two threads
+have no common order. Threads may take turns, as autograd's backward threads do, and a call may make other calls.
+torch.compile would trace the Python that posts and awaits messages; a graph ends before it and another begins after it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
+
+import torch
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -56,9 +60,26 @@ def entered(comm: Any, what: str, *, aborts: bool = False) -> Iterator[None]:
         entry.lock.release()
 
 
+def uncompiled(function: M) -> M:
+    """The function, excluded from torch.compile; plans and messages are plain Python objects."""
+    disabled: list[Callable[..., Any]] = []
+    compiler: Any = torch.compiler
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **named)
+        if not disabled:
+            disabled.append(compiler.disable(function))
+        return disabled[0](*arguments, **named)
+
+    return cast(M, call)
+
+
 def enters(method: M) -> M:
     """A method of a comm whose first argument names the call in which it runs."""
 
+    @uncompiled
     @wraps(method)
     def call(comm: Any, what: str, *arguments: Any, **named: Any) -> Any:
         with entered(comm, what):

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
+from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
 from seqpar.comm.interrupt import Interrupt
@@ -403,6 +404,7 @@ class GroupComm(ProcessComm[GroupChannel]):
         channel = GroupChannel(process_group("GroupComm", group), timeout, check, private)
         self._join(channel, (), Stats(), {}, check)
 
+    @uncompiled
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:

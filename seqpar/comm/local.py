@@ -41,7 +41,7 @@ from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, Done, WorkBase
-from seqpar.comm.entry import enters
+from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.protocol import (
     INSIDE,
     LANES,
@@ -499,6 +499,7 @@ class LocalComm(CommBase[_LocalChannel]):
         super()._join(channel, scope, stats, counters, check_every)
         self._world, self.direct = channel.world, channel.world.direct
 
+    @uncompiled
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:

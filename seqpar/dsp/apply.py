@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
 from seqpar.dsp.checks import NoDraws, check_block, check_modules, matches, noting_changes
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
@@ -23,7 +24,6 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
 from seqpar.ops.core.agreement import agreement
-from seqpar.ops.core.handles import uncompiled
 
 MakeStagePlan = Callable[..., StagePlan]
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
+from seqpar.comm.entry import uncompiled
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
@@ -28,6 +29,7 @@ from seqpar.train.sums import summed
 BUCKET_BYTES = 1 << 26
 
 
+@uncompiled
 def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Replace every parameter's gradient by its sum over ranks, with the same bits on all ranks. A collective.
 
@@ -225,6 +227,7 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+@uncompiled
 def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, fp32 or fp64, equal on every rank. No gradient counts as 0.
 
@@ -289,6 +292,7 @@ def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     return grad.device_mesh, tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
 
 
+@uncompiled
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:

@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
 from seqpar.comm.sums import HALVES, add_in_order
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, errors_on_all_ranks
+from seqpar.ops.core.collective_op import CollectiveOp, Record
+from seqpar.ops.core.handles import checked_values
 
 FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
+STAGES = 6  # bits of the stages of one sum
 
 
 def all_sum(x: Tensor, comm: Comm) -> Tensor:
@@ -39,7 +41,8 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
 
     Spec over ranks: ``xs -> [sum(xs)] * len(xs)``. The adjoint is the same sum, of the gradients of all ranks' losses.
     A loss computed from such sums is the same on every rank, and a rank's share of it is ``loss / comm.size``. Every
-    rank must run the backward, even if its loss does not need the sum: ``loss + 0 * sum``.
+    rank must run the backward, even if its loss does not need the sum: ``loss + 0 * sum``. In a compiled model `bind`
+    must have seen the comm: ``seqpar.bind(comm)``, or with a plan.
 
     Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; on every rank, before any
     byte moves.
@@ -47,7 +50,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     with errors_on_all_ranks("all_sum", comm):
         if x.dtype == torch.bool:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
-    return _AllSum.apply(x, comm)
+    return ALL_SUM([x], [comm])[0]
 
 
 def sum_under(x: Tensor, comm: Comm, what: str, facts: Mapping[str, object]) -> Tensor:
@@ -83,29 +86,42 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     return (total[:-1] / total[-1]).view(x.shape[1:])
 
 
-class _AllSum(torch.autograd.Function):
-    """A sum over ranks; so is its backward."""
+def _run(xs: Sequence[Tensor], values: Sequence[Any], grads: Sequence[bool]) -> tuple[list[Tensor], tuple[()], Record]:
+    """The sum, and the record of the call. values: the comm, or the record of the sum whose backward this is."""
+    if isinstance(values[0], Record):
+        comm, tag = values[0].comm, values[0].way_back()
+    else:
+        (comm,) = checked_values(values)
+        tag = _agreed(xs[0], comm, requires_grad=grads[0])
+    # so that the stages of one backward do not end in those of the next
+    return [_whole(xs[0], comm, tag._replace(stage=tag.stage << STAGES))], (), Record(comm, tag)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        with agreement("all_sum", comm) as call:
-            call.facts, call.digest = _facts(x.shape, x.dtype, x.device.type, x.requires_grad, several=comm.size > 1)
-        ctx.comm, ctx.call = comm, (call.digest, comm.next_call())
-        return _whole(x, comm, Tag(*ctx.call, 0, 0, "all_sum (forward)"))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _whole(grad, ctx.comm, Tag(*ctx.call, 1, 0, "all_sum (backward)")), None
+def _adjoint(_: object, options: tuple[Any, ...], needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
+    return ALL_SUM, ()
+
+
+def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], grads: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
+    return [x.new_empty(x.shape) for x in xs], torch.empty((), dtype=torch.int64, device="cpu")
+
+
+ALL_SUM = CollectiveOp("all_sum", _run, adjoint=_adjoint)
+ALL_SUM.define(None, "(Tensor[] xs, Tensor[] handles, bool[] grads) -> (Tensor[] ys, Tensor ticket)", _fake)
+
+
+def _agreed(x: Tensor, comm: Comm, *, requires_grad: bool) -> Tag:
+    """The tag of a call that all ranks make alike."""
+    number = comm.next_call()
+    with agreement("all_sum", comm) as call:
+        call.facts, call.digest = _facts(x.shape, x.dtype, x.device.type, requires_grad)
+    return Tag(call.digest, number, 0, 0, "all_sum (forward)")
 
 
 @lru_cache(maxsize=256)
-def _facts(
-    shape: torch.Size, dtype: torch.dtype, device: str, requires_grad: bool, *, several: bool
-) -> tuple[Mapping[str, object], int]:
-    """The facts of an `all_sum`, and their digest, 0 for a single rank."""
+def _facts(shape: torch.Size, dtype: torch.dtype, device: str, requires_grad: bool) -> tuple[Mapping[str, object], int]:
+    """The facts of a call that ranks compare, and their digest."""
     facts = {"shape": list(shape), "dtype": dtype, "device": device, "requires grad": requires_grad}
-    return facts, digest_of_call("all_sum", facts) if several else 0
+    return facts, digest_of_call("all_sum", facts)
 
 
 def _whole(x: Tensor, comm: Comm, tag: Tag) -> Tensor:

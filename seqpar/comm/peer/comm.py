@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.comm.arguments import PATIENCE
 from seqpar.comm.base import CommBase, WorkBase, process_group
-from seqpar.comm.entry import enters
+from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.local import LocalComm
 from seqpar.comm.peer.channel import PeerChannel, PeerExchange
 from seqpar.comm.peer.cuda import Cuda
@@ -120,6 +120,7 @@ class PeerComm(CommBase[PeerChannel]):
         view._control = self._control.sub(ranks)
         return view
 
+    @uncompiled
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:

@@ -36,6 +36,7 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
+from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
 from seqpar.comm.owner import Owner
@@ -312,6 +313,7 @@ class ShmComm(ProcessComm[ShmChannel]):
             pool_bytes = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), POOL_BYTES)
         self._join(ShmChannel(process_group("ShmComm", group), timeout, check, pool_bytes), (), Stats(), {}, check)
 
+    @uncompiled
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:

@@ -23,13 +23,13 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, mixing_layers, unserved_attention
 from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.op import calls
 from seqpar.ops.core.autocast import autocast
-from seqpar.ops.core.handles import uncompiled
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 

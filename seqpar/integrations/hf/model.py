@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
 from seqpar.data import Share, back
 from seqpar.data.batch import FACTS, Reading, read
 from seqpar.data.host import moved, read_entries
@@ -61,7 +62,6 @@ from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
-from seqpar.ops.core.handles import uncompiled
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan

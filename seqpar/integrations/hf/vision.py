@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from seqpar.comm.entry import uncompiled
 from seqpar.data import Share
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf.attention import Forward, Noted, forward, padding_of
@@ -39,7 +40,6 @@ from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
 from seqpar.integrations.hf.mask import Blocks, Rule, blocks_of, rule_of
 from seqpar.integrations.hf.model import DOCUMENTS, OF_LOSS, ROWS, ParallelTransformer
-from seqpar.ops.core.handles import uncompiled
 from seqpar.plan import Plan
 
 # The inputs that the towers of each kind take; with others beside them, by the signature of get_*_features.

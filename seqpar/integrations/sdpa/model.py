@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import mixing
 from seqpar.integrations.probe.record import under_trial
@@ -17,7 +18,6 @@ from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
 from seqpar.ops.core.agreement import errors_on_all_ranks
-from seqpar.ops.core.handles import uncompiled
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan

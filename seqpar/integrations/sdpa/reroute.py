@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
 from seqpar.facts.mask import Mask
 from seqpar.integrations.probe.calls import ModelCall, outermost
 from seqpar.integrations.probe.inspection import dropping, renorming
@@ -34,7 +35,6 @@ from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.autocast import autocast
-from seqpar.ops.core.handles import uncompiled
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan

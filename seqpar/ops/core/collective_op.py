@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqpar.comm import Comm, Tag
-from seqpar.ops.core.handles import carried, carry, handles, in_graph, uncompiled
+from seqpar.comm.entry import uncompiled
+from seqpar.ops.core.handles import carried, carry, handles, in_graph
 from seqpar.ops.core.repetition import refuse_repetition
 
 Tensors = Sequence[Tensor | None]

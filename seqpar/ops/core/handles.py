@@ -13,11 +13,9 @@ other owners do. A *ticket* is a handle that an op returns for its backward op. 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,21 +101,6 @@ def in_graph(*tensors: object) -> bool:
 
 def _wants_ops(mode: TorchDispatchMode) -> bool:
     return mode.is_infra_mode() or type(mode).__module__ == "torch.utils.checkpoint"
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, excluded from torch.compile; plans are plain Python objects."""
-    disabled: list[Callable[..., Any]] = []
-
-    @wraps(function)
-    def call(*arguments: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*arguments)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*arguments)
-
-    return call
 
 
 def handles(*values: object) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
+from seqpar.comm.entry import uncompiled
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
@@ -27,7 +28,7 @@ from seqpar.ops.core.agreement import (
 )
 from seqpar.ops.core.collective_op import CollectiveOp, Record
 from seqpar.ops.core.device import Uploaded, stream_of
-from seqpar.ops.core.handles import checked_values, in_graph, uncompiled
+from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import Place, post, rows_of
 from seqpar.plan import Plan, Rows
