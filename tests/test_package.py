@@ -259,6 +259,34 @@ def test_no_class_name_stands_for_two_things() -> None:
     assert found.keys() == REUSED, f"{sorted(REUSED - found.keys())} are used once now: take them out of REUSED"
 
 
+CONSTRUCTORS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones",
+    "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def without_device(source: str) -> list[str]:
+    """Calls of PyTorch's constructors that leave the device to `torch.set_default_device`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = {id(call): ast.unparse(call.func).removeprefix("torch.") for call in calls}
+    return [
+        ast.unparse(call)
+        for call in calls
+        if names[id(call)] in CONSTRUCTORS
+        and ast.unparse(call.func).startswith("torch.")
+        and not {"device", "out", None} & {keyword.arg for keyword in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.joinpath("seqpar").rglob("*.py")), ids=lambda path: path.stem)
+def test_constructors_name_their_device(path: Path) -> None:
+    assert without_device(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_device_test_sees_a_constructor() -> None:
+    assert without_device("x = torch.zeros(3)\ny = torch.ones(2, device=x.device)") == ["torch.zeros(3)"]
+
+
 def test_nobody_is_called_utils() -> None:
     named = [
         p.name for p in PACKAGE.rglob("*.py") if p.stem in {"utils", "util", "helpers", "misc", "common", "manager"}

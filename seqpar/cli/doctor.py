@@ -181,11 +181,11 @@ def attention_runs() -> str | None:
 
         import seqpar
 
-        q, k = torch.zeros(4, 2, 8), torch.zeros(4, 1, 8)
-        v = torch.arange(4.0).view(4, 1, 1).expand(4, 1, 8).contiguous()
+        q, k = (torch.zeros(4, heads, 8, device="cpu") for heads in (2, 1))
+        v = torch.arange(4.0, device="cpu").view(4, 1, 1).expand(4, 1, 8).contiguous()
         plan = seqpar.Plan(seqpar.Mask([3, 1]), seqpar.Layout.contiguous(4, 1))
         out = seqpar.attention(q, k, v, plan, seqpar.LocalComm())
-        torch.testing.assert_close(out[:, 0, 0], torch.tensor([0.0, 0.5, 1.0, 3.0]))
+        torch.testing.assert_close(out[:, 0, 0], torch.tensor([0.0, 0.5, 1.0, 3.0], device="cpu"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -246,7 +246,10 @@ class DecoderBlock(torch.nn.Module):
             "down": (h, self.width),
         }
         self.weights = torch.nn.ParameterDict(
-            {name: torch.nn.Parameter(torch.randn(shape) * shape[1] ** -0.5) for name, shape in shapes.items()}
+            {
+                name: torch.nn.Parameter(torch.randn(shape, device="cpu") * shape[1] ** -0.5)
+                for name, shape in shapes.items()
+            }
         )
         self.flops = 3 * 2 * sum(w.numel() for w in self.weights.values())  # of one token, forward and backward
 

@@ -206,7 +206,7 @@ class ProcessComm(CommBase[P]):
             self._raise_claims(claim, GATHERS, tag, error)
             return []  # raised above if ranks differ
         # block i is that of the rank i places after this one; each round doubles the known blocks
-        blocks = torch.zeros(self.size, most, dtype=torch.uint8)
+        blocks = torch.zeros(self.size, most, dtype=torch.uint8, device="cpu")
         blocks[0, : len(packed)] = _bytes(packed)
         known = 1
         while known < self.size:
@@ -225,7 +225,7 @@ class ProcessComm(CommBase[P]):
 
         Raises: PeerError, after a timeout naming the ranks that did not take part.
         """
-        own = torch.tensor([digest, -digest, word])
+        own = torch.tensor([digest, -digest, word], device="cpu")
         try:
             for stage, peer in pairs(self.rank, self.size):
                 heard = torch.empty_like(own)
@@ -255,7 +255,7 @@ class ProcessComm(CommBase[P]):
     def _raise_claims(self, claim: Claim, form: int, tag: Tag, error: Exception | None) -> None:
         """Raise the difference of ranks whose first messages differ; return if their claims are equal after all."""
         packed = _bytes(pickle.dumps((form, tag.name, claim)))
-        length = torch.tensor([packed.numel()])
+        length = torch.tensor([packed.numel()], device="cpu")
         lengths = self._swap(length, [length] * self.size, tag._replace(stage=SWAPPING))
         found = self._swap_packed(packed, [int(n) for n in lengths], tag._replace(stage=SWAPPING + 1))
         mixed = len({form for form, _, _ in found}) > 1
@@ -263,7 +263,7 @@ class ProcessComm(CommBase[P]):
 
     def _swap_packed(self, own: Tensor, lengths: Sequence[int], tag: Tag) -> list[Any]:
         """Every rank's object, by rank, from pickles of these lengths."""
-        found = self._swap(own, [torch.empty(n, dtype=torch.uint8) for n in lengths], tag)
+        found = self._swap(own, [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths], tag)
         return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:

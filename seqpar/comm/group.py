@@ -200,7 +200,7 @@ class GroupChannel(ProcessChannel):
         # gloo cannot close connections (abort does nothing), but closes all of them when a wait times out
         for peer in range(self.size):
             if peer != self.rank:
-                buffer = torch.empty(1)
+                buffer = torch.empty(1, device="cpu")
                 self.orphans.append(buffer)
                 try:
                     self.twin.recv([buffer], peer, HANG_UP).wait(timedelta(milliseconds=1))
@@ -259,7 +259,7 @@ def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], *, mutual: bool)
 
 def _headed(header: bytes, beside: Sequence[Tensor]) -> Tensor:
     """A header and the bytes of tensors, as one message."""
-    message = torch.empty(HEADER_BYTES + sum([x.nbytes for x in beside]), dtype=torch.uint8)
+    message = torch.empty(HEADER_BYTES + sum([x.nbytes for x in beside]), dtype=torch.uint8, device="cpu")
     at = message.data_ptr()
     ctypes.memmove(at, header, HEADER_BYTES)
     at += HEADER_BYTES
@@ -284,7 +284,7 @@ class _GlooWork(WorkBase[GroupChannel]):
             # headers come first, both in posting and in waiting
             for peer, tensors in recvs.items():
                 header, beside, apart, number = _announced(scope, tag, tensors, mutual=peer in sends)
-                buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8)
+                buffer = torch.empty(HEADER_BYTES + BESIDE, dtype=torch.uint8, device="cpu")
                 work = twin.recv([buffer], peer, HEADERS)
                 self._messages.append(_GlooMessage(work, peer, buffer, header, beside))
                 for n, x in enumerate(apart, number):

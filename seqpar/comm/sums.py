@@ -66,7 +66,7 @@ class GlooSums:
         """See `Collectives`."""
         comm = self._comm
         before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        return comm.exchange({before: [torch.ones(1)]}, {after: [torch.empty(1)]}, tag=tag)
+        return comm.exchange({before: [torch.ones(1, device="cpu")]}, {after: [torch.empty(1, device="cpu")]}, tag=tag)
 
     def sum_(self, flat: Tensor, tag: Tag) -> None:
         """See `Collectives`."""

@@ -123,7 +123,7 @@ def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
             raise ValueError(
                 f"{name} must be a list of tensors of lengths {lengths!r:.200}, one per document, got {shown(value)}"
             )
-        entries[name] = torch.cat(list(value)) if value else torch.zeros(0, dtype=torch.int64)
+        entries[name] = torch.cat(list(value)) if value else torch.zeros(0, dtype=torch.int64, device="cpu")
     _check_types(entries)
     return PackedRows(entries, edges(np.array(lengths, np.int64)), Home(None, tuple(lengths)))
 

@@ -242,7 +242,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     largest = math.isinf(norm_type)
     grads = [p.grad for p in _once(parameters) if p.grad is not None]
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     device = grads[0].device
     norms = _norms([local(grad) for grad in grads], norm_type)
     parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}

@@ -371,4 +371,4 @@ class ShmComm(ProcessComm[ShmChannel]):
         # a fork has the parent's pool, but not the parent's knowledge of it
         pooled = self.size > 1 and self._channel.owner.in_own_process
         tensor = self._channel.empty(shape, dtype) if pooled else None
-        return torch.empty(tuple(shape), dtype=dtype) if tensor is None else tensor
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu") if tensor is None else tensor

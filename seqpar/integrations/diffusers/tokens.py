@@ -57,7 +57,7 @@ class Sharing:
         if all(own or not n for own, n in counts):
             return None
         flags = [flag for own, n in counts for flag in ([True] * own or [False] * bool(n))]
-        return torch.tensor(flags * s.samples)
+        return torch.tensor(flags * s.samples, device="cpu")
 
     def _joint(self, s: TokenCounts) -> tuple[Mask, Layout]:
         length = s.text + s.image

@@ -71,7 +71,7 @@ def awakened(model: nn.Module) -> dict[int, Tensor]:
             bias = name.endswith("bias") and type(module).__module__.startswith("torch.nn.")
             if p is None or id(p) in weights or bias or not _is_asleep(p):
                 continue
-            drawn = torch.rand(p.shape, generator=generator)
+            drawn = torch.rand(p.shape, generator=generator, device="cpu")
             # a vector may have to be positive; a matrix should preserve the size of its input
             drawn = (drawn * 2 - 1) * p.shape[-1] ** -0.5 if p.dim() > 1 else drawn / 2 + 0.5
             weights[id(p)] = drawn.to(p)

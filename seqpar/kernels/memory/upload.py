@@ -20,7 +20,7 @@ class UploadBuffer:
         for array in arrays:
             self.starts.append(total)
             total += -(-array.size // _ALIGNMENT) * _ALIGNMENT
-        self.host = torch.empty(total, dtype=dtype, pin_memory=device.type == "cuda")
+        self.host = torch.empty(total, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         flat = self.host.numpy()
         for start, array in zip(self.starts, arrays, strict=True):
             flat[start : start + array.size] = array.reshape(-1)

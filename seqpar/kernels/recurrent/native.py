@@ -37,7 +37,7 @@ class NativeRuns:
         """Runs with the rows ``begin[n]`` to ``end[n]``."""
         chunk = edges(-(-(end - begin) // CHUNK))
         arrays = (begin, end, chunk[:-1], np.argsort(begin - end, kind="stable"))
-        return cls([torch.tensor(x, dtype=torch.int64) for x in arrays], int(chunk[-1]))
+        return cls([torch.tensor(x, dtype=torch.int64, device="cpu") for x in arrays], int(chunk[-1]))
 
     @property
     def full(self) -> bool:
@@ -82,7 +82,7 @@ class NativeChunks:
         rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(*x) for x in zip(begin, end, strict=True))])
         owners = np.repeat(np.arange(exported.size), end - begin)
         every = NativeRuns.of(edge[:-1], edge[1:])
-        numbers = (torch.tensor(x, dtype=torch.int64) for x in (rows, owners))
+        numbers = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (rows, owners))
         return NativeTables(every, NativeRuns.of(begin, end), *numbers)
 
     def prepare(self, x: Recurrence, tables: NativeTables) -> tuple[Recurrence, NativeTables]:
@@ -94,7 +94,7 @@ class NativeChunks:
         x, tables = prepared
         runs, heads, dim = entering.shape[:3]
         if x.beta is not None:
-            eye = torch.eye(dim, dtype=entering.dtype).expand(runs, heads, dim, dim)
+            eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
             silent = x.v.new_zeros(*x.v.shape[:2], dim)
             wide = x._replace(v=torch.cat([x.v, silent], -1))
             left = self._states(wide, tables.exported, torch.cat([entering, eye], -1), reads=False)[1]

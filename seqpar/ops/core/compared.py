@@ -80,6 +80,6 @@ def on_device(x: Tensor) -> bool:
 
 def to_host(x: Tensor) -> tuple[Tensor, Any]:
     """Memory of the host to which a CUDA tensor is copied behind the work before it, and the event after the copy."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     host.copy_(x, non_blocking=True)
     return host, torch.cuda.current_stream(x.device).record_event()

@@ -78,7 +78,7 @@ def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             raise ValueError(f"{name}: {title} must be floating {expected} on {update.device}, got {got!s:.200}")
     _check_recurrence(name, plan)
     if comm.check_every == "call" and update.device.type == "cpu" and rows:
-        ends = [torch.ones(())] if rates is None else torch.aminmax(rates, dim=1)
+        ends = [decay.new_ones(())] if rates is None else torch.aminmax(rates, dim=1)
         worst = float(torch.stack([d * r for d in torch.aminmax(decay, dim=0) for r in ends]).max())
         if worst > 0:
             raise ValueError(

@@ -53,7 +53,7 @@ def _computed(kernel: RecurrentKernel, spec: RecurrentSpec, dtype: torch.dtype) 
 
     def made(*shape: int, factor: float = 1.0, of: torch.dtype = wide) -> Tensor:
         """Values of one sign that the call's dtype holds: sums do not cancel, so that an omission shows."""
-        x = (torch.rand(*shape, generator=g) + 0.1) * factor
+        x = (torch.rand(*shape, generator=g, device="cpu") + 0.1) * factor
         return x.to(spec.dtype).to(spec.device, of).requires_grad_()
 
     inputs = {
