@@ -1,4 +1,4 @@
-"""`torch.set_default_device` and `torch.set_default_dtype` change no result: tensors of the package's own name theirs."""
+"""`torch.set_default_device` and `torch.set_default_dtype` change no result: tensors name their device and dtype."""
 
 from __future__ import annotations
 
