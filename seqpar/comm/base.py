@@ -8,7 +8,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,16 @@ class CommBase(Generic[C]):
         scope = tuple(self._ranks[r] for r in ranks)
         view._join(self._channel, scope, self.stats, self._counters, self.check_every)
         return view
+
+    def __copy__(self: B) -> B:
+        return self
+
+    def __deepcopy__(self: B, memo: object) -> B:
+        return self  # a copy of a model has the same ranks; a comm of its own takes all of them to make
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"a {name} cannot be pickled: it belongs to this process; make another seqpar.{name} there")
 
     def check(self) -> None:
         """Raise PeerError if this rank knows that the group is dead, or in a fork of its process."""

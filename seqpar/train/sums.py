@@ -29,7 +29,7 @@ from seqpar.comm.base import pairs
 from seqpar.comm.sums import HALVES, add_in_order
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, errors_on_all_ranks
-from seqpar.ops.core.collective_op import CollectiveOp, Record
+from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
 
 FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
@@ -48,8 +48,13 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     byte moves.
     """
     with errors_on_all_ranks("all_sum", comm):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"all_sum: x must be a tensor, got {x!r:.200}")
+        check_dense("all_sum", [x])
         if x.dtype == torch.bool:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
+        if x.is_quantized or (x.is_floating_point() and x.itemsize < 2):
+            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
     return ALL_SUM([x], [comm])[0]
 
 
@@ -74,6 +79,7 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     NaN if no row counts on any rank. Raises: as `all_sum`, and ValueError for a `keep` that does not match x's rows.
     """
     with errors_on_all_ranks("token_mean", comm):
+        check_dense("token_mean", [x])
         if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
             rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
             raise ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]")

@@ -1,7 +1,9 @@
 """What a rank does in the tests of communicators: module-level functions, so that processes find them by name."""
 
+import copy
 import math
 import os
+import pickle
 import random
 import signal
 import sys
@@ -253,6 +255,18 @@ def _interrupt(thread):
 def _is_dead(comm):
     channel = comm._channel
     return channel.look() if isinstance(comm, GroupComm) else channel.cause
+
+
+def copied(comm):
+    """Whether copies are the comm itself, and what pickling it raises."""
+    model = torch.nn.Module()
+    model.comm = comm
+    same = copy.deepcopy(model).comm is comm and copy.copy(comm) is comm
+    try:
+        pickle.dumps(comm)
+    except TypeError as error:
+        return same, f"TypeError: {error}"
+    return same, "was pickled"
 
 
 def agree(comm, what, by_rank, errors):

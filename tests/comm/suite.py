@@ -51,6 +51,11 @@ class Exchanges:
             assert got == [(rank - 1) % size] * 2
             assert sent >= 8
 
+    def test_a_copy_is_the_comm_itself_and_pickle_names_its_class(self):
+        for same, text in self.run(self.size, cases.copied):
+            assert same
+            assert re.search(r"^TypeError: a \w*Comm cannot be pickled: .* make another seqpar\.\w*Comm there$", text)
+
     def test_agree_returns_on_equal_facts(self):
         assert self.run(self.size, cases.agree, "attention", [8] * self.size, {}) == [None] * self.size
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 
 import seqpar
+from seqpar import recurrent
 from seqpar.comm import Comm, LocalComm, PeerError
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
+from seqpar.train import all_sum, token_mean
 from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
@@ -612,6 +615,66 @@ def test_bad_calls_of_other_verbs_raise_on_all_ranks(name) -> None:
         assert kind == "ValueError" or (rank == 1 and kind == "TypeError"), (kind, text)
         assert moved == 0
         assert "rank 1" in text or rank == 1
+
+
+# --- tensors without rows of memory, and transforms -------------------------------------------------------------------
+
+
+def verbs_of(comm: Comm) -> dict[str, Callable[[Tensor], object]]:
+    """Every verb of one tensor [6, 2, 4] on a rank of two, with a plan that fits it."""
+    plan = Plan(Mask([7, 5]), Layout.contiguous(12, 2))
+    other = Layout.striped(12, 2)
+    return {
+        "attention": lambda x: seqpar.attention(x, x, x, plan, comm),
+        "switch": lambda x: seqpar.switch(x, comm, split_dim=1, concat_dim=0),
+        "relayout": lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=other),
+        "unshard": lambda x: seqpar.unshard(x, plan, comm),
+        "fetch": lambda x: seqpar.fetch(x, plan, comm),
+        "all_sum": lambda x: all_sum(x, comm),
+        "token_mean": lambda x: token_mean(x, comm),
+        "shift": lambda x: recurrent.shift(x, plan, comm),
+        "linear_attention": lambda x: recurrent.linear_attention(x, x, x, plan, comm),
+    }
+
+
+def summed(y: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return sum(part.sum() for part in y) if isinstance(y, tuple) else y.sum()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], object], Tensor], object]] = {
+    "grad": lambda verb, x: torch.func.grad(lambda x: summed(verb(x)))(x),
+    "vmap": lambda verb, x: torch.func.vmap(verb)(x[None]),
+    "jvp": lambda verb, x: torch.func.jvp(verb, (x,), (x,)),
+}
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nested tensor": lambda x: torch.nested.nested_tensor([x, x]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    "sparse_coo": lambda x: x.to_sparse(),
+}
+
+
+def unusual(comm: Comm) -> dict[str, str]:
+    """The errors of every verb for unusual tensors and in transforms; afterwards the right call must work."""
+    x, found = torch.ones(6, 2, 4), {}
+    for name, verb in verbs_of(comm).items():
+        ways = {what: partial(transform, verb) for what, transform in TRANSFORMS.items()}
+        ways |= {what: lambda x, verb=verb, make=make: verb(make(x)) for what, make in KINDS.items()}
+        for what, way in ways.items():
+            try:
+                way(x)
+                found[f"{name} {what}"] = "nothing was refused"
+            except Exception as error:
+                found[f"{name} {what}"] = f"{type(error).__name__}: {error}"
+        verb(x)
+    return found
+
+
+def test_tensors_without_rows_of_memory_are_refused_by_every_verb() -> None:
+    for found in run_processes(2, unusual):  # threads share the levels of forward-mode derivatives
+        for way, text in found.items():
+            transform = way.split()[1] in TRANSFORMS
+            expected = "inside a transform of torch.func" if transform else "expected dense tensors"
+            assert text.startswith("NotImplementedError: ") and expected in text, (way, text)
 
 
 def dead(comm: Comm) -> bool:

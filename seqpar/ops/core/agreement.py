@@ -79,14 +79,14 @@ class errors_on_all_ranks:
     """``with errors_on_all_ranks(what, comm):`` the checks of a verb before its agreement.
 
     An error inside is raised on this rank, and quoted on every other, as in `agreement`. While a graph is traced it is
-    raised on this rank alone.
+    raised on this rank alone, as is that of a transform of `torch.func`.
     """
 
     def __init__(self, what: str, comm: Comm) -> None:
         self.what, self.comm = what, comm
 
     def __enter__(self) -> None:
-        pass
+        refuse_transforms(self.what)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not torch.compiler.is_compiling():
@@ -94,6 +94,15 @@ class errors_on_all_ranks:
             self.comm.next_call()
             with agreement(self.what, self.comm):
                 raise error
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise NotImplementedError inside a transform of `torch.func`, whose tensors have no memory to send."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), which has no rule for collectives; "
+            "call it outside, and differentiate with torch.autograd.grad"
+        )
 
 
 class gathering:

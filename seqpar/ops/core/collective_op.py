@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import uncompiled
+from seqpar.ops.core.agreement import refuse_transforms
 from seqpar.ops.core.handles import carried, carry, handles, in_graph
 from seqpar.ops.core.repetition import refuse_repetition
 
@@ -87,6 +88,8 @@ class CollectiveOp:
 
     def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
         """The results."""
+        refuse_transforms(self.name)
+        check_dense(self.name, tensors)
         grads = requirements(tensors)
         if in_graph(*tensors):
             named = handles(*values)
@@ -168,6 +171,17 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
     if not torch.is_grad_enabled():
         return [False] * len(tensors)
     return [getattr(x, "requires_grad", False) for x in tensors]
+
+
+def check_dense(what: str, tensors: Sequence[object]) -> None:
+    """Raise NotImplementedError for nested and sparse tensors."""
+    for x in tensors:
+        if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+            kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
+            raise NotImplementedError(
+                f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "
+                "document after another (x.values() of a jagged tensor), and their lengths to the mask"
+            )
 
 
 def refuse_tangents(what: str, tensors: Tensors) -> None:

@@ -26,7 +26,7 @@ from seqpar.ops.core.agreement import (
     errors_on_all_ranks,
     remember,
 )
-from seqpar.ops.core.collective_op import CollectiveOp, Record
+from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.core.repetition import check_repetition
@@ -87,6 +87,7 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
     Raises: ValueError for layouts that differ in tokens or in ranks, or a wrong number of rows, on every rank.
     """
     with errors_on_all_ranks("relayout", comm):
+        check_dense("relayout", [x])
         if not torch.compiler.is_compiling():
             check_comm("relayout", comm)
             _check_layouts(x, comm, src, dst)
@@ -194,6 +195,7 @@ def unshard(x: Tensor, plan: Plan, comm: Comm, *, dim: int = 0, side: str = "q")
         if torch.compiler.is_compiling():
             raise NotImplementedError("unshard: not supported in a compiled model; call it outside")
         check_comm("unshard", comm)
+        check_dense("unshard", [x])
         _check_tensor("unshard", x, dim)
         layout = _layout_of(plan, side)
         check_ranks(plan, comm)

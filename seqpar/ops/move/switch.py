@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
-from seqpar.ops.core.collective_op import CollectiveOp, Record, refuse_tangents, requirements
+from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense, refuse_tangents, requirements
 from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import Message, Place, post
@@ -87,6 +87,7 @@ def _checked(
     xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], sizes: Sizes | None
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     check_comm("switch", comm)
+    check_dense("switch", xs)
     if not xs or not len(xs) == len(split_dims) == len(concat_dims):
         raise ValueError(f"{len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims")
     found = []

@@ -26,7 +26,7 @@ from seqpar.facts.value import Ints, Memo, is_integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
-from seqpar.ops.core.collective_op import CollectiveOp, Record
+from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import Moves, exchanged, facts_of_rows, row_numbers
@@ -142,9 +142,9 @@ def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int =
     Raises: ValueError for a wrong number of rows or a `by` of 0, NotImplementedError for later rows in a tree, where a
     token has several next ones; on every rank.
     """
-    return NEIGHBOURS(
-        [x], values_of("shift", plan, comm), "shift", by, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
-    )[0]
+    check_dense("shift", [x])
+    rows = x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
+    return NEIGHBOURS([x], values_of("shift", plan, comm), "shift", by, rows)[0]
 
 
 def halo(x: Tensor, plan: Plan, comm: Comm, *, reach: int) -> Tensor:
