@@ -18,7 +18,11 @@ from seqpar.parallel import parallel
 from seqpar.plan import Plan
 
 if TYPE_CHECKING:
+    from seqpar import data as data
+    from seqpar import dsp as dsp
     from seqpar import planner as planner
+    from seqpar import recurrent as recurrent
+    from seqpar import train as train
     from seqpar.integrations.parallelize import parallelize
     from seqpar.integrations.sdpa import sdpa
     from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
@@ -32,6 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 # What attention under a given plan does without, loaded when it is asked for: models under a plan, and the planner.
+_MODULES = ("data", "dsp", "planner", "recurrent", "train")
 _LATER = {
     "parallelize": "seqpar.integrations.parallelize",
     "sdpa": "seqpar.integrations.sdpa",
@@ -40,8 +45,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "planner":
-        return import_module("seqpar.planner")
+    if name in _MODULES:
+        return import_module(f"seqpar.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)

@@ -316,6 +316,7 @@ class Imported(NamedTuple):
 
     beyond_torch: list[str]  # modules that `import torch, numpy` does not load
     planner: list[str]
+    modules: list[str]
     tools: list[str]  # of the command, loaded by any of these
 
 
@@ -328,10 +329,12 @@ before = set(sys.modules)
 import seqpar
 print(*sorted(set(sys.modules) - before))
 print(seqpar.planner.Link.__name__, seqpar.plan_batch([8], 2).layout.ranks)
+modules = seqpar.data, seqpar.dsp, seqpar.recurrent, seqpar.train
+print(*(module.__name__ for module in modules))
 import seqpar.cli
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} & {"rich", "matplotlib"}))
 """
-    return Imported(*(line.split() for line in fresh(code).split("\n")[:3]))
+    return Imported(*(line.split() for line in fresh(code).split("\n")[:4]))
 
 
 def test_a_cold_import_loads_nothing_heavy(imported: Imported) -> None:
@@ -350,6 +353,10 @@ def test_a_cold_import_loads_few_modules_beyond_torch(imported: Imported) -> Non
 def test_the_planner_is_loaded_when_it_is_asked_for(imported: Imported) -> None:
     assert not [name for name in imported.beyond_torch if name.startswith("seqpar.planner")]
     assert imported.planner == ["Link", "2"]
+
+
+def test_modules_of_the_package_need_no_import_of_their_own(imported: Imported) -> None:
+    assert imported.modules == [f"seqpar.{name}" for name in ("data", "dsp", "recurrent", "train")]
 
 
 def test_a_command_imports_its_tools_only_when_called(imported: Imported) -> None:
