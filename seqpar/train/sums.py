@@ -44,8 +44,8 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     rank must run the backward, even if its loss does not need the sum: ``loss + 0 * sum``. In a compiled model `bind`
     must have seen the comm: ``seqpar.bind(comm)``, or with a plan.
 
-    Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; on every rank, before any
-    byte moves.
+    Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; NotImplementedError for
+    nested, sparse and quantized tensors and 8-bit floating dtypes; on every rank, before any byte moves.
     """
     with errors_on_all_ranks("all_sum", comm):
         if not isinstance(x, Tensor):

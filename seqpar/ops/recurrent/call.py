@@ -27,6 +27,8 @@ from seqpar.plan import Plan
 from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.travel import TravelWay, layer_way
 
+FORGETS = -750.0  # a logarithm whose factor is 0 in float64, as are those of all below it
+
 StatesPassing = StateGather | StateChain | StatePipeline
 
 
@@ -67,6 +69,8 @@ class LinearCall(Record):
             own[:2] = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in wide]
         dtypes = [dtype if self.kernel.casts else v.dtype] * 3 + [dtype] * 2
         own = [None if x is None else x.to(kind) for x, kind in zip(own, dtypes, strict=True)]
+        if own[3] is not None and rates is None:
+            own[3] = own[3].clamp(min=FORGETS)  # kernels subtract sums of decays
         return Recurrence(*own, self.scale, None if rates is None else rates.to(dtype))  # type: ignore[arg-type]
 
 

@@ -45,7 +45,7 @@ def linear_attention(
         out = scale q^T S
 
     q, k [T, G, K], v [T, H, V]: this rank's rows, ``T = plan.rows(rank)``, of one dtype (float64, float32, bfloat16,
-    float16) and device, ``H % G == 0``; head h reads group ``h // (H // G)``. decay: logarithms at or below 0, [T, H]
+    float16) and device, ``H % G == 0``; head h reads group ``h // (H // G)``. decay: logarithms from -inf to 0, [T, H]
     (RetNet, Mamba-2, gated delta rule) or [T, H, K] (gated linear attention, Kimi delta attention). beta [T, H]. Both
     in any floating dtype. Under autocast q, k and v are cast as for torch's own attention, and nothing else. scale: by
     default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms, with 1e-6 added to the squares.

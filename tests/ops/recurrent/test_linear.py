@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -307,3 +308,41 @@ def test_the_oracle_is_attention_without_softmax() -> None:
     later = dense_linear_attention(q, k, v, mask, decay=decay - 80.0)[0]
     own = (q * k).sum(-1).repeat_interleave(2, 1)[..., None] * v * 3**-0.5
     torch.testing.assert_close(later, own, rtol=1e-12, atol=1e-12)
+
+
+def forgetful(comm: Comm, channel: bool, delta: bool, kernel: str, travel: str) -> list[Tensor]:
+    """Output and all gradients, where some tokens forget everything, or all but nothing of it."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(90, 2, 4, dtype=torch.float64, generator=g) for _ in range(3))
+    decay = -torch.rand(90, 2, *[4] * channel, dtype=torch.float64, generator=g)
+    for at, value in {3: -1e9, 20: -math.inf, 21: -math.inf, 40: -1e30, 70: -800.0}.items():
+        decay[at] = value
+    decay[50, 1] = -math.inf
+    beta = torch.rand(90, 2, dtype=torch.float64, generator=g) if delta else None
+    plan = Plan(Mask([80, 10]), seqpar.Layout.contiguous(90, comm.size))
+    everything = [q, k, v, decay, *([] if beta is None else [beta])]
+    if kernel == "oracle":
+        leaves = [x.requires_grad_() for x in everything]
+        own = dict(zip(("q", "k", "v", "decay", "beta"), leaves))
+        out, _ = dense_linear_attention(**own, mask=plan.mask)
+    else:
+        leaves = [seqpar.shard(x, plan, comm.rank).requires_grad_() for x in everything]
+        own = dict(zip(("q", "k", "v", "decay", "beta"), leaves))
+        out = recurrent.linear_attention(**own, plan=plan, comm=comm, kernel=kernel, travel=travel)
+    out.square().sum().backward()
+    found = [out.detach(), *(x.grad for x in leaves)]
+    return found if kernel == "oracle" else [seqpar.unshard(x, plan, comm) for x in found]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("channel", [False, True])
+@pytest.mark.parametrize("travel", ["gather", "chain", "pipeline", "rows"])
+@pytest.mark.sampled(8)
+def test_tokens_that_forget_everything(channel, delta, travel) -> None:
+    expected = forgetful(LocalComm(), channel, delta, "oracle", travel)
+    assert all(x.isfinite().all() for x in expected)
+    for ranks in (1, 3):
+        for kernel in ("auto", "chunked", "reference"):
+            for got in run_threads(ranks, forgetful, channel, delta, kernel, travel):
+                for x, y in zip(got, expected, strict=True):
+                    torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
