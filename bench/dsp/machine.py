@@ -106,7 +106,7 @@ def ring(ranks: int, found: Mapping[str, float], repeat: int) -> dict[str, float
     def beyond(documents: int, keys: int) -> float:
         tape = Tape(0, ranks)
         space = Space({"d": documents, "t": keys}, tape)
-        rows = attention_plan(space, "d t c", "t", "t")
+        rows = attention_plan(space, "d t c", ("t",), "t")
         plan = Plan(rows.mask, rows.layout, transport="ring")
         own = documents * space.local("t")["t"]
         x = [torch.randn(own, HEADS, DIM, requires_grad=True) for _ in range(3)]

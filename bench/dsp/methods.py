@@ -98,7 +98,7 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, axes: str, space: Space, held: str
     Grouped heads go through the verb, which copies a key head only where it must.
     """
     if q.shape[3] != k.shape[3]:
-        rows = attention_plan(space, FORM, axes, held, ulysses=True)
+        rows = attention_plan(space, FORM, (*axes,), held, ulysses=True)
         return by_plan(q, k, v, rows, space.comm)
     over = Space(space.dims | {"h": q.shape[3]}, space.comm)
     form = "b p q h d"
@@ -123,7 +123,7 @@ def planned(
         if choice.mode == "ulysses":
             attention = partial(by_heads, axes=axes, space=space, held=held)
         elif choice.mode == "ring":
-            rows = attention_plan(space, FORM, axes, held)
+            rows = attention_plan(space, FORM, (*axes,), held)
             attention = partial(by_plan, plan=Plan(rows.mask, rows.layout, transport="ring"), comm=space.comm)
         x = block(x, w, model, attention)
     return x, sharded

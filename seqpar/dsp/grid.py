@@ -159,6 +159,9 @@ def attention_plan(
     plans for one rank. ulysses: all ranks trade tokens for heads; otherwise keys are fetched.
     """
     sizes = tuple((name, space.dims[name]) for name in form_of(form).names if name in space.dims)
+    names = [name for name, _ in sizes]
+    if isinstance(whole, str) or not {*whole} <= {*names}:
+        raise ValueError(f"attention_plan: whole={whole!r}, expected some of the dimensions {names} of rows {form!r}")
     return _plan(sizes, frozenset(whole), sharded, 1 if sharded is None else space.comm.size, ulysses)
 
 

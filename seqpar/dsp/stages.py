@@ -15,6 +15,8 @@ from seqpar.dsp.spec import Block
 
 def stage_of(model: nn.Module, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
     """A block as the planner sees it. width, element: elements of a row, and bytes of one."""
+    if missing := [dim for dim in block.whole if dim not in space.dims]:
+        raise ValueError(f"block {block.modules} mixes {missing}, expected some of the dimensions {[*space.dims]}")
     module, tokens = model.get_submodule(name), tokens_of(block, space)
     size = tokens * width * element * len(block.stream)
     matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)

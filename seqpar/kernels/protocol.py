@@ -205,4 +205,6 @@ class Kernel(Protocol):
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums and lse are kept."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -152,10 +152,17 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
 
 
 def _grad(p: Tensor) -> Tensor:
-    """The local part of a parameter's gradient; zeros, set as its gradient, if it had none."""
-    if p.grad is None:
+    """The local part of a parameter's gradient, to be written; set as its gradient, if it had none that can be."""
+    if p.grad is None or not _is_writable(local(p.grad)):
         p.grad = torch.zeros_like(p, requires_grad=False)
     return local(p.grad)
+
+
+def _is_writable(x: Tensor) -> bool:
+    """Whether every element has memory of its own that may be written, as an expanded gradient has not."""
+    if x.is_inference() or x.is_conj() or x.is_neg():
+        return False
+    return x.is_contiguous() or not any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride()))
 
 
 def _check_once(repeated: list[bool], growing: bool, comm: Comm) -> None:
@@ -263,7 +270,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
 
 def _norms(several: list[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each tensor, in its accumulation dtype; on CUDA a few launches for all of a kind."""
-    norms = [x.new_zeros((), dtype=acc_dtype(x.dtype)) for x in several]
+    norms = [x.new_zeros((), dtype=acc_dtype(x.dtype).to_real()) for x in several]
     for indices in _by_kind(several):
         kind = [several[index] for index in indices]
         for index, norm in zip(indices, torch._foreach_norm(kind, norm_type, dtype=acc_dtype(kind[0].dtype))):
