@@ -81,7 +81,7 @@ class Block:
     def __post_init__(self) -> None:
         """Check the fields."""
         if isinstance(self.whole, str):
-            raise ValueError(f"whole={self.whole!r} of {self.modules}, expected a tuple of dimensions: ({self.whole!r},)")
+            raise ValueError(f"whole={self.whole!r} of {self.modules}, expected a tuple: ({self.whole!r},)")
         for forms in (self.stream, self.rows, self.buffers, self.core.stream if self.core else {}):
             for text in forms.values():
                 form_of(text)

@@ -134,6 +134,19 @@ def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
         )
 
 
+def check_labels(who: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError for a label on the CPU that is no token and not ignored; a device would be waited for."""
+    if type(labels) is not Tensor or not labels.is_cpu or torch.compiler.is_compiling():
+        return
+    wrong = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"{who}: the label of row {row} is {int(labels[row])}, expected 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index} for a row that does not count"
+        )
+
+
 def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, chunk: int) -> None:
     """Raise TypeError, ValueError or NotImplementedError for arguments that are not a head over these rows."""
     for kind, x in (("weight", weight), ("bias", bias)):

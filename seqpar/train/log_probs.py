@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqpar.train.head import Head, blocks, capped, check_head, check_rows, finish
+from seqpar.train.head import Head, blocks, capped, check_head, check_labels, check_rows, finish
 
 
 @overload
@@ -61,11 +61,12 @@ def token_log_probs(
 
     Under FSDP2 or DDP, call it as `linear_cross_entropy`, inside the forward of the module that owns the weight.
 
-    Raises: ValueError for wrong shapes, dtypes or numbers; TypeError for an argument that is not a tensor;
-    NotImplementedError for a weight that is sharded over ranks.
+    Raises: ValueError for wrong shapes, dtypes or numbers, and on the CPU for labels outside the vocabulary; TypeError
+    for an argument that is not a tensor; NotImplementedError for a weight that is sharded over ranks.
     """
     check_rows(hidden, labels, "hidden")
     check_head("token_log_probs", hidden, weight, bias, softcap, chunk)
+    check_labels("token_log_probs", labels, weight.shape[0], ignore_index)
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"token_log_probs: temperature={temperature}, expected a finite number above 0")
     options = _Settings(temperature, bool(entropy), softcap, ignore_index, chunk, bias is not None)

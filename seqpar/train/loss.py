@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqpar.kernels import acc_dtype
-from seqpar.train.head import Gradients, Head, blocks, capped, check_head, check_rows, finish
+from seqpar.train.head import Gradients, Head, blocks, capped, check_head, check_labels, check_rows, finish
 
 
 def cross_entropy(
@@ -42,10 +42,12 @@ def cross_entropy(
 
     The sum over all ranks is ``F.cross_entropy`` of the whole batch, NaN if no label counts at all.
 
-    Raises: ValueError for wrong shapes, dtypes or numbers; TypeError for an argument that is not a tensor.
+    Raises: ValueError for wrong shapes, dtypes or numbers, and on the CPU for labels outside the vocabulary; TypeError
+    for an argument that is not a tensor.
     """
     check_rows(logits, labels, "logits")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
+    check_labels("cross_entropy", labels, logits.shape[1], ignore_index)
     logits = logits.to(acc_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
     if z_loss:
@@ -85,6 +87,7 @@ def linear_cross_entropy(
     check_rows(hidden, labels, "hidden")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     check_head("linear_cross_entropy", hidden, weight, bias, softcap, chunk)
+    check_labels("linear_cross_entropy", labels, weight.shape[0], ignore_index)
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
 

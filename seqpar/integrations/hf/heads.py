@@ -100,8 +100,13 @@ class HeadCall:
         self.share: Share | None = None
         self.labels, self.items = arguments.get("labels"), arguments.get("num_items_in_batch")
         self.averaged = self.labels is not None and self.items is None
-        self.error = self._refused(fit, arguments, replaced)
-        self.count = 0 if self.labels is None or self.error else count_of(model, self.labels)
+        self.count = 0
+        try:
+            self.error = self._refused(fit, arguments, replaced)
+            if self.labels is not None and self.error is None:
+                self.count = count_of(model, self.labels)
+        except Exception as unread:
+            self.error = unread
 
     def _refused(self, fit: AtHome, arguments: Mapping[str, Any], replaced: bool) -> Exception | None:
         who, mask = type(self.model).__name__, arguments.get("attention_mask")

@@ -300,7 +300,11 @@ class ParallelTransformer(ParallelModel):
             self._running, self._hidden = running, kept
         if self._head is not None:
             self._head.share = own
-        return self._home(module, call, own, out, hidden)
+        try:
+            return self._home(module, call, own, out, hidden)
+        except (ValueError, IndexError) as error:  # of the loss, for this rank's labels
+            self._fail(error)
+            raise
 
     @partial(torch.compiler.disable, recursive=False)
     def _at_home(self, fit: AtHome, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -313,6 +317,10 @@ class ParallelTransformer(ParallelModel):
         self._head = call
         try:
             out = before(**arguments, return_dict=True)
+        except BaseException as error:
+            if call.share is not None:  # after the base model; before, all ranks raise alike
+                self._fail(error)
+            raise
         finally:
             self._head = kept
         if out.get("loss") is not None:
@@ -379,9 +387,14 @@ class ParallelTransformer(ParallelModel):
         head = self._head
         hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
-        if error is None and counts(self.fit.counting, batch):
-            batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
-        count = self._count_of(items, batch)
+        count = None
+        if error is None:
+            try:
+                if counts(self.fit.counting, batch):
+                    batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
+                count = self._count_of(items, batch)
+            except Exception as unread:  # all ranks raise it
+                error = unread
         routers = bool(arguments.get(ASKED))
         state = self._planner.state()
         facts = {
@@ -448,7 +461,11 @@ class ParallelTransformer(ParallelModel):
     def _count_of(self, items: Any, batch: Mapping[str, Any]) -> int | None:
         """num_items_in_batch on the host: read in one copy with all that is read of the batch."""
         if not isinstance(items, Tensor):
-            return None if items is None else int(items)
+            if items is None or (isinstance(items, (int, float)) and items == int(items)):
+                return None if items is None else int(items)
+            raise ValueError(f"num_items_in_batch is {items!r:.200}, expected a number of labels")
+        if items.numel() != 1:
+            raise ValueError(f"num_items_in_batch has the shape {list(items.shape)}, expected one number of labels")
         names = batch if self.source == "replicated" else FACTS
         return int(
             read_entries({**batch, "num_items_in_batch": items}, [*names, "num_items_in_batch"])["num_items_in_batch"]
@@ -547,8 +564,7 @@ class ParallelTransformer(ParallelModel):
             and not isinstance(head.weight, DTensor)
             and "forward" not in head.__dict__
             and self.fit.softcap == softcap_of(self.model)
-            and not head._forward_hooks
-            and not head._forward_pre_hooks
+            and not _has_hooks(head)
         )
 
     def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -596,7 +612,7 @@ class ParallelTransformer(ParallelModel):
         """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
         scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
         if call.items is not None:  # a mean over more than this batch, which the caller also scales for wrappers
-            scale = {"valid": call.items if isinstance(call.items, int) else call.items.reshape(())}
+            scale = {"valid": call.items.reshape(()) if isinstance(call.items, Tensor) else int(call.items)}
         labels = own.tensors["labels"]
         if hidden is not None:
             assert self.fit.head is not None
@@ -616,6 +632,17 @@ class ParallelTransformer(ParallelModel):
             part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
         )
         return _Reported.apply(part, whole / self.average_over)  # type: ignore[no-any-return]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something listens to a module's calls or changes them, in backward too."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or nn.modules.module._has_any_global_hook()
+    )
 
 
 @cache
@@ -644,7 +671,7 @@ class _Call(NamedTuple):
     """
 
     labels: bool
-    items: Tensor | int | None
+    items: Tensor | float | None
     return_dict: bool
     logits: bool
     chunked: bool

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import seqpar
-from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, PeerError, Plan
 from seqpar.integrations.hf import attention as keys
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import SIZES, build, holes, padded
@@ -171,6 +171,9 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "positions of three kinds": ({"position_ids": torch.zeros(3, 2, 9).long()}, NotImplementedError, "position_ids"),
     "a count of one rank": ({"num_items_in_batch": 3}, ValueError, "labels that count"),
+    "two counts": ({"num_items_in_batch": torch.tensor([50, 60])}, ValueError, "expected one number of labels"),
+    "a count in words": ({"num_items_in_batch": "fifty"}, ValueError, "expected a number of labels"),
+    "half a label": ({"num_items_in_batch": 50.5}, ValueError, "expected a number of labels"),
 }
 
 
@@ -194,10 +197,20 @@ def test_batches_are_refused_on_every_rank(name: str) -> None:
 def test_a_rank_that_differs_is_named_on_every_rank() -> None:
     model = build("llama")
     without = {name: x for name, x in BATCH.items() if name != "labels"}
-    for batches in ([BATCH, without], [BATCH, BATCH | {"never_heard_of": 1}], [BATCH, BATCH | {"labels": IDS}]):
+    others = without, *(BATCH | more for more in ({"never_heard_of": 1}, {"labels": IDS}, {"num_items_in_batch": "x"}))
+    for batches in ([BATCH, other] for other in others):
         found = run_threads(2, errors, model, batches, {})
         assert all(isinstance(error, (ValueError, NotImplementedError)) for error in found), found
         assert "rank 1" in str(found[0])
+
+
+def test_a_label_outside_the_vocabulary_ends_the_call_of_every_rank() -> None:
+    labels = BATCH["labels"].clone()
+    labels[0, 3] = 61
+    for options in ({}, {"logits": True}):
+        found = run_threads(2, errors, build("llama"), [BATCH, BATCH | {"labels": labels}], options)
+        assert {type(error) for error in found} == {ValueError, PeerError}, "at once, and not after the timeout"
+        assert all("is 61, expected 0 to 60, or ignore_index=-100" in str(error) for error in found)
 
 
 def test_who_counts_the_items_scales_for_wrappers_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -162,6 +163,37 @@ def test_what_others_put_around_the_head_later_is_in_the_loss(halve: Callable[[t
     halve(whole)
     expected = one_process(whole, every, causal=True).loss
     torch.testing.assert_close(run_threads(2, rank), [expected, expected])
+
+
+def _doubled(module: nn.Module, grads: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
+    return tuple(2 * grad for grad in grads)
+
+
+LISTENERS: dict[str, Callable[[nn.Module], Any]] = {
+    "backward": lambda head: head.register_full_backward_hook(lambda module, grads, _: _doubled(module, grads)),
+    "before backward": lambda head: head.register_full_backward_pre_hook(_doubled),
+    "of every module": lambda head: nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: out / 2 if module is head else None
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LISTENERS)
+def test_hooks_of_the_head_are_called(kind: str) -> None:
+    batch = batches("right", 1)[0]
+
+    def gradients(*, parallel: bool) -> list[Tensor]:
+        model = build("llama")
+        handle = LISTENERS[kind](model.lm_head)
+        try:
+            with seqpar.parallelize(model, LocalComm()) if parallel else nullcontext():
+                model(**batch).loss.backward()
+        finally:
+            handle.remove()
+        return [p.grad for p in model.parameters()]
+
+    for got, expected in zip(gradients(parallel=True), gradients(parallel=False), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_function_that_is_replaced_later_is_refused_and_not_left_out() -> None:
