@@ -87,6 +87,17 @@ def test_outputs_and_gradients_are_those_of_one_process(name: str, no_islands: N
             same(got, expected, 1e-10)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("no_graphs")
+def test_a_compiled_model_needs_no_call_before() -> None:
+    model, inputs = made("flux", torch.float32)
+    with torch.no_grad():
+        expected = loss_of(model, inputs)[0]
+        parallelize(model, LocalComm())
+        got = loss_of(torch.compile(model, backend="eager"), inputs)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(3)
 def test_they_are_in_float32_too(name: str) -> None:

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
 from seqpar.dsp.moves import unshard_alike
 from seqpar.dsp.specs import SPECS
 from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentions, check_alone
-from seqpar.integrations.diffusers.tokens import MakePlan, Sharing
+from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice
 from seqpar.ops.attention.api import Accuracy
@@ -82,6 +83,20 @@ def _forward(
     recipe: ModelRecipe, sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any
 ) -> Any:
     """The model's forward: compare all ranks' inputs, share them out, run."""
+    arguments, sizes = _compared(recipe, sharing, model, args, arguments)
+    with SharedForward(sharing, sizes) as run:
+        for name, (dim, stream) in recipe.shared.items():
+            if arguments.get(name) is not None:
+                arguments[name] = run.rows(arguments[name], dim, stream)
+        arguments.update(recipe.change(run, arguments))
+        return forward(**arguments)
+
+
+@uncompiled
+def _compared(
+    recipe: ModelRecipe, sharing: Sharing, model: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[dict[str, Any], TokenCounts]:
+    """The arguments by name, which all ranks have alike, and their numbers of tokens."""
     with gathering("diffusers: forward", sharing.comm) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {type(model).__name__} takes one positional argument, got {len(args)}")
@@ -94,12 +109,8 @@ def _forward(
         valid = arguments.pop(recipe.mask, None) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
     _same_on_all(facts.every)
-    with SharedForward(sharing, sizes) as run:
-        for name, (dim, stream) in recipe.shared.items():
-            if arguments.get(name) is not None:
-                arguments[name] = run.rows(arguments[name], dim, stream)
-        arguments.update(recipe.change(run, arguments))
-        return forward(**arguments)
+    sharing.plans_of(sizes)
+    return arguments, sizes
 
 
 def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:

@@ -524,6 +524,15 @@ def test_a_compiler_leaves_rerouted_calls_alone() -> None:
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_graphs")
+def test_a_compiled_model_with_a_plan_of_its_own_needs_no_call_before() -> None:
+    model, x = made(), inputs()[0][None]
+    with torch.no_grad(), sdpa(Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 1)), LocalComm()):
+        expected = model(x)
+    with torch.no_grad(), parallelize(model, LocalComm(), plan=Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 1))):
+        torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_a_parallelized_model_runs_under_its_plan_or_the_surrounding_one(given: bool) -> None:
     mask = Mask(DOCUMENTS)
