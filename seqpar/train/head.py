@@ -135,7 +135,7 @@ def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
 
 
 def check_labels(who: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a label on the CPU that is no token and not ignored; a device would be waited for."""
+    """Raise ValueError for a label on the CPU that is neither a token nor ignored; a device would be waited for."""
     if type(labels) is not Tensor or not labels.is_cpu or torch.compiler.is_compiling():
         return
     wrong = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)

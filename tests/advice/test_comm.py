@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqpar import Comm, GroupComm, PeerComm, ShmComm, native
+from seqpar import Comm, GroupComm, LocalComm, PeerComm, ShmComm, native
 from seqpar.comm import PeerError
 from seqpar.comm.peer import cuda
 from seqpar.testing import run_processes, run_threads
@@ -41,6 +42,12 @@ def test_of_a_mesh_one_dimension_is_given() -> None:
         with advised(ValueError, "give one, mesh[name]"):
             GroupComm(mesh)
         assert works(GroupComm(mesh["sequence"]))
+
+
+def test_a_comm_is_made_anew_in_another_process() -> None:
+    with advised(TypeError, "make another seqpar.{} there"):
+        pickle.dumps(LocalComm())
+    assert run_processes(2, works) == [True, True], "each process has made its own"
 
 
 def absent(comm: Comm) -> bool:

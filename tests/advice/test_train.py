@@ -129,6 +129,16 @@ def test_truth_values_are_summed_as_numbers() -> None:
     assert run_threads(2, rank) == [[2, 1]] * 2
 
 
+def test_eight_bits_are_summed_as_wider_numbers() -> None:
+    def rank(comm: Comm) -> list[float]:
+        x = torch.tensor([1.5, 2.0 + comm.rank]).to(torch.float8_e4m3fn)
+        with advised(NotImplementedError, "give x.float()"):
+            all_sum(x, comm)
+        return all_sum(x.float(), comm).tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[3.0, 5.0]] * 2
+
+
 def sharded(comm: Comm) -> bool:
     """A weight that fully_shard has sharded over the comm's ranks, and a scale beside it."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from tests.advice.remedies import advised
 pytest.importorskip("transformers")
 
 import transformers  # noqa: E402
+from transformers.integrations.neftune import neftune_post_forward_hook  # noqa: E402
 
 import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
 from tests.integrations.hf.models import SIZES, VOCABULARY, batches, build  # noqa: E402
@@ -401,3 +402,15 @@ def test_what_is_saved_is_no_pickle_of_a_parallel_model(way: str, tmp_path: Path
         torch.save(model, file)
         again = torch.load(file, weights_only=False)
     assert is_right(copy.deepcopy(again))
+
+
+def test_a_model_trains_without_the_noise_of_neftune() -> None:
+    model = llama()
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    with seqpar.parallelize(model, LocalComm()):
+        handle = embedding.register_forward_hook(neftune_post_forward_hook)
+        with advised(NotImplementedError, "leave neftune_noise_alpha out"):
+            model(**BATCH)
+        handle.remove()
+        assert is_right(model)

@@ -327,15 +327,37 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
     if "logits" not in whole or function not in SHIFTS:
         return "row", f"its loss {getattr(function, '__name__', repr(function))} is not a mean over tokens"
     shift = SHIFTS[function]
-    logits = whole["logits"][0]
-    labels = labels % logits.shape[-1]
-    own = probe(ids, position_ids=at[None], labels=labels[None]).get("loss")
-    if shift == "row":
-        logits, labels = logits[:-1], labels[1:]
-    expected = cross_entropy(logits, labels, valid=len(labels))
-    if own is None or not probe.close(own.float()[None], expected.float()[None]):
+    labels = labels % whole["logits"].shape[-1]
+
+    def is_mean(logits: Tensor, own: Tensor | None) -> bool:
+        rows, wanted = (logits[0, :-1], labels[1:]) if shift == "row" else (logits[0], labels)
+        expected = cross_entropy(rows, wanted, valid=len(wanted))
+        return own is not None and probe.close(own.float()[None], expected.float()[None])
+
+    if not is_mean(whole["logits"], probe(ids, position_ids=at[None], labels=labels[None]).get("loss")):
         return shift, "its loss is not the cross-entropy of its logits alone"
+    with _as_in_training(probe.model):
+        out = probe(ids, position_ids=at[None], labels=labels[None])
+    if out.get("logits") is not None and not is_mean(out.logits, out.get("loss")):
+        return shift, "its loss in training is not the cross-entropy of its logits alone"
     return shift, ""
+
+
+@contextmanager
+def _as_in_training(model: nn.Module) -> Iterator[None]:
+    """A context in which a model in eval mode is in training mode; random numbers go on afterwards as before.
+
+    Neither checkpoints nor statistics of batches: the first warn without gradients, the second would change.
+    """
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            for module in model.modules():
+                still = isinstance(module, nn.modules.batchnorm._BatchNorm)
+                module.training = not (still or getattr(module, "gradient_checkpointing", False))
+            yield
+        finally:
+            model.eval()
 
 
 def softcap_of(model: PreTrainedModel) -> float:

@@ -489,6 +489,11 @@ class ParallelTransformer(ParallelModel):
         arguments = self._named(module, args, named)
         numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         who = type(module).__name__
+        if self.model.training and _adds_noise(self.model):
+            return arguments, NotImplementedError(
+                f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "
+                "documents; leave neftune_noise_alpha out"
+            )
         if self._head is not None and self._head.error is not None:
             return arguments, self._head.error
         if self._head is None and self.fit.pooled:
@@ -632,6 +637,15 @@ class ParallelTransformer(ParallelModel):
             part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
         )
         return _Reported.apply(part, whole / self.average_over)  # type: ignore[no-any-return]
+
+
+def _adds_noise(model: PreTrainedModel) -> bool:
+    """Whether NEFTune's hook is on the embedding."""
+    try:
+        hooks = model.get_input_embeddings()._forward_hooks
+    except NotImplementedError:  # of a model without one
+        return False
+    return any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks.values())
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, PeerError, Plan
@@ -204,6 +205,36 @@ def test_a_rank_that_differs_is_named_on_every_rank() -> None:
         assert "rank 1" in str(found[0])
 
 
+def test_a_term_that_a_loss_has_in_training_alone_is_not_left_out() -> None:
+    class Pulled(transformers.LlamaForCausalLM):
+        def forward(self, **named: Any) -> Any:
+            out = super().forward(**named)
+            if self.training and out.loss is not None:
+                out.loss = out.loss + out.logits.logsumexp(-1).square().mean()
+            return out
+
+    model = build("llama")
+    model.__class__ = Pulled
+    state = torch.get_rng_state()
+    with seqpar.parallelize(model, LocalComm()):
+        assert torch.equal(torch.get_rng_state(), state) and model.training
+        with pytest.raises(NotImplementedError, match="its loss in training is not the cross-entropy"):
+            model(**BATCH)
+
+
+def test_noise_by_the_length_of_a_row_is_refused() -> None:
+    model = build("llama")
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    with seqpar.parallelize(model, LocalComm()):
+        handle = embedding.register_forward_hook(neftune_post_forward_hook)
+        with pytest.raises(NotImplementedError, match="NEFTune.*leave neftune_noise_alpha out"):
+            model(**BATCH)
+        assert model.eval()(**BATCH).loss.isfinite(), "which is in training alone"
+        handle.remove()
+        assert model.train()(**BATCH).loss.isfinite()
+
+
 def test_a_label_outside_the_vocabulary_ends_the_call_of_every_rank() -> None:
     labels = BATCH["labels"].clone()
     labels[0, 3] = 61
@@ -272,14 +303,14 @@ def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
 
 
 class Failing(nn.Module):
-    """Fails in training."""
+    """Fails where gradients are computed."""
 
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
         self.error = error
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if torch.is_grad_enabled():  # not when the model is tried
             raise self.error("nothing left")
         return x
 
