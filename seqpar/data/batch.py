@@ -26,6 +26,7 @@ from seqpar.data.host import moved, placed, read_entries
 from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, whole
+from seqpar.ops.core.collective_op import check_dense
 
 SHIFTS = ("row", "document", "none")
 MTP_LABELS = "mtp_labels"
@@ -97,6 +98,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")
     depth = whole("mtp_depth", how.mtp_depth, 0)
+    whole("ignore_index", how.ignore_index, -(1 << 63))
     if depth and batch is not None and PARENTS in batch:
         raise NotImplementedError(f"mtp_depth={depth}: a token of a tree has several next ones; give mtp_depth=0")
     if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, PARENTS, POSITIONS}):
@@ -105,8 +107,11 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
         return Packed(NONE, {}, None, np.zeros((0, 1 + depth), np.int64), Home((0,)), {})
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a mapping of names to tensors, got {type(batch).__name__}")
+    if odd := [name for name in batch if not isinstance(name, str)]:
+        raise ValueError(f"a batch is a mapping of names to tensors, got the name {odd[0]!r}")
     given = {name: value for name, value in batch.items() if value is not None}
     others = {name: given.pop(name) for name in how.keep if name in given}
+    check_dense("share", [*given.values()])
     rows, on_host = flat(given), read_entries(given, FACTS)
     facts = rows if on_host is given else flat(on_host)
     kept = kept_of(facts.entries.pop(MASK, None))

@@ -103,7 +103,7 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
             f"{name} must be a tensor whose first dims are {list(shape)}, as rows move, got {shown(value)}; "
             f"give such rows, or keep=({name!r},) to hand it on as it is"
         )
-    return value.reshape(-1, *value.shape[len(shape) :])
+    return value.flatten(0, len(shape) - 1)
 
 
 def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
@@ -123,6 +123,8 @@ def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
             raise ValueError(
                 f"{name} must be a list of tensors of lengths {lengths!r:.200}, one per document, got {shown(value)}"
             )
+        if len({(x.shape[1:], x.dtype) for x in value}) > 1:
+            raise ValueError(f"{name} must have one dtype and the same dims behind the first, got {shown(value)}")
         entries[name] = torch.cat(list(value)) if value else torch.zeros(0, dtype=torch.int64, device="cpu")
     _check_types(entries)
     return PackedRows(entries, edges(np.array(lengths, np.int64)), Home(None, tuple(lengths)))

@@ -322,4 +322,7 @@ def clip_grad_norm(
 
 def _once(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, in order."""
-    return list(dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters))
+    several = list(dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters))
+    if odd := [x for x in several if not isinstance(x, Tensor)]:
+        raise TypeError(f"expected parameters, as of model.parameters(), got {odd[0]!r:.200}")
+    return several

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar import Layout, Mask, Plan, plan_batch
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.data import back, share
 from seqpar.testing import run_threads
 from tests.data.cases import IGNORE, ring
@@ -208,3 +208,33 @@ def test_results_of_another_number_of_rows_are_refused_on_all_ranks() -> None:
 
     for message in run_threads(2, call):
         assert "x on rank 1 must have the share's 12 rows, got [13, 4]" in message
+
+
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "a sparse entry": ({"x": torch.eye(6).to_sparse()}, "expected dense tensors"),
+    "a number for a name": ({3: torch.ones(1, 6)}, "got the name 3"),
+    "documents of other widths": (
+        {"input_ids": [torch.arange(2), torch.arange(1)], "x": [torch.zeros(2, 3), torch.zeros(1, 2)]},
+        "x must have one dtype and the same dims behind the first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_entries_are_refused_by_name(name: str) -> None:
+    more, why = ODD[name]
+    with pytest.raises((ValueError, NotImplementedError), match=why):
+        share({"input_ids": torch.arange(6)[None]} | more, LocalComm())
+
+
+@pytest.mark.parametrize("ignored", [None, -100.5, "none", True])
+def test_what_is_ignored_is_a_label(ignored: Any) -> None:
+    batch = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
+    with pytest.raises(ValueError, match="ignore_index must be an integer"):
+        share(batch, LocalComm(), ignore_index=ignored)
+    assert share(batch, LocalComm(), ignore_index=-7).valid == 5
+
+
+def test_an_entry_may_have_a_dim_of_0() -> None:
+    own = share({"input_ids": torch.arange(6)[None], "x": torch.zeros(1, 6, 0)}, LocalComm())
+    assert own.tensors["x"].shape == (6, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,3 +83,10 @@ def test_a_grid_that_is_none() -> None:
     for core in (0, 4, 2.0):
         with pytest.raises(ValueError, match="does not divide 6 ranks"):
             grid(LocalComm.world(6)[0], core=core)
+
+
+@pytest.mark.parametrize("whole", ["s", "space", ("S",), ("s", "c")])
+def test_a_dimension_that_rows_lack_is_named(whole: Any) -> None:
+    space = Space({"b": 1, "t": 2, "s": 3}, LocalComm())
+    with pytest.raises(ValueError, match="expected some of the dimensions .'b', 't', 's'."):
+        attention_plan(space, "b t s c", whole, "s")

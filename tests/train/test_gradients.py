@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar import native
-from seqpar.comm import Comm, PeerError
+from seqpar.comm import Comm, LocalComm, PeerError
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import (
     Mean,
@@ -22,7 +22,9 @@ from seqpar.train import (
     clip_grad_norm,
     cross_entropy,
     grad_norm,
+    linear_cross_entropy,
     sync_gradients,
+    token_log_probs,
     token_mean,
 )
 
@@ -503,3 +505,50 @@ def test_a_rank_that_fails_in_a_collective_is_named() -> None:
         "all_sum (forward), call 0 stage 0, lost the connection to rank 1; root cause: rank 1: a sum over ranks, "
         "call 0: ArithmeticError" in waiting
     )  # in the exchange, or while it posts it
+
+
+# --- gradients and rows of other kinds --------------------------------------------------------------------------------
+
+
+def unusual_gradients(comm: Comm) -> list[Tensor]:
+    """Sums of gradients that cannot be written where they lie, on one rank alone."""
+    several = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    several[0].grad = torch.autograd.grad(several[0].sum(), several[0])[0]  # one element, expanded
+    with torch.inference_mode(comm.rank == 0):
+        several[1].grad = torch.full((4,), 2.0)
+    if comm.rank:
+        several[0].grad = several[0].grad.clone()
+    sync_gradients(several, comm)
+    return [p.grad for p in several]
+
+
+def test_gradients_that_cannot_be_written_are_replaced() -> None:
+    for found in run_threads(2, unusual_gradients):
+        assert torch.equal(found[0], torch.full((4,), 2.0)) and torch.equal(found[1], torch.full((4,), 4.0))
+
+
+def test_norms_and_means_of_complex_numbers() -> None:
+    p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    p.grad = torch.tensor([3 + 4j, 0])
+    assert float(grad_norm(p)) == 5.0 and grad_norm(p).dtype == torch.float32
+    clip_grad_norm(p, 1.0)
+    torch.testing.assert_close(p.grad, torch.tensor([0.6 + 0.8j, 0]))
+    x = torch.tensor([[2 + 3j], [4 + 5j]])
+    assert run_threads(2, lambda comm: complex(token_mean(x + comm.rank, comm))) == [3.5 + 4j] * 2
+
+
+@pytest.mark.parametrize("label", [-1, 7, 1 << 40])
+def test_a_label_outside_the_vocabulary_is_named(label: int) -> None:
+    hidden, weight, labels = torch.ones(3, 4), torch.ones(7, 4), torch.tensor([6, label, -100])
+    for call in (
+        lambda: linear_cross_entropy(hidden, weight, labels, valid=2),
+        lambda: cross_entropy(hidden @ weight.t(), labels, valid=2),
+        lambda: token_log_probs(hidden, weight, labels),
+    ):
+        with pytest.raises(ValueError, match=f"the label of row 1 is {label}, expected 0 to 6, or ignore_index=-100"):
+            call()
+
+
+def test_names_and_parameters_are_no_parameters() -> None:
+    with pytest.raises(TypeError, match=r"expected parameters, as of model.parameters\(\), got \('weight'"):
+        sync_gradients(nn.Linear(2, 2).named_parameters(), LocalComm())

@@ -259,3 +259,22 @@ def reaches(comm: Comm, plan: Plan, verb: str, value: object) -> str:
 def test_reaches_that_say_nothing_are_refused(verb, value) -> None:
     plan = plan_of("contiguous", (14,), 2)
     assert all(f"{verb} must be an integer" in error for error in run_threads(2, reaches, plan, verb, value))
+
+
+def test_gradients_of_complex_rows_are_complex() -> None:
+    plan = Plan(Mask([4]), Layout.striped(4, 2, 1))
+
+    def rank(comm: Comm) -> list[Tensor]:
+        found = []
+        for move in (lambda x: recurrent.shift(x, plan, comm), lambda x: recurrent.halo(x, plan, comm, reach=1)):
+            x = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+            y = move(x)
+            y.backward(torch.full_like(y, 1 + 2j))
+            found.append(x.grad)
+        return found
+
+    first, second = run_threads(2, rank)
+    for grad in first:
+        assert torch.equal(grad, torch.tensor([1 + 2j, 1 + 2j]))
+    for grad in second:
+        assert torch.equal(grad, torch.tensor([1 + 2j, 0]))
