@@ -28,6 +28,7 @@ from seqpar.ops.core.handles import carried, carry, handles, in_graph
 from seqpar.ops.core.repetition import refuse_repetition
 
 Tensors = Sequence[Tensor | None]
+STRIDED = torch.strided
 LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 # A replay of a CUDA graph reads no handle: it would compute the captured call's plan for every batch.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
@@ -72,7 +73,8 @@ class CollectiveOp:
     other arguments, ending with a comm; or, as the backward of another call, that call's record. grads: which of the
     tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
-    grads, needs), for any other, returns the gradients of the first tensors; the rest have none.
+    grads, needs), for any other, returns the gradients of the first tensors; the rest have none. checks: whether a call
+    refuses what no verb takes; False where the verb has done so, inside `errors_on_all_ranks`.
     """
 
     def __init__(
@@ -82,14 +84,16 @@ class CollectiveOp:
         *,
         adjoint: Callable[..., tuple[CollectiveOp, tuple[Any, ...]]] | None = None,
         back: Callable[..., Tensors] | None = None,
+        checks: bool = True,
     ) -> None:
-        self.name, self.run, self.adjoint, self.back = name, run, adjoint, back
+        self.name, self.run, self.adjoint, self.back, self.checks = name, run, adjoint, back, checks
         self._recorded, self._unrecorded = uncompiled(_Eager.apply), uncompiled(run)
 
     def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
         """The results."""
-        refuse_transforms(self.name)
-        check_dense(self.name, tensors)
+        if self.checks:
+            refuse_transforms(self.name)
+            check_dense(self.name, tensors)
         grads = requirements(tensors)
         if in_graph(*tensors):
             named = handles(*values)
@@ -176,7 +180,7 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
 def check_dense(what: str, tensors: Sequence[object]) -> None:
     """Raise NotImplementedError for nested and sparse tensors."""
     for x in tensors:
-        if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+        if x is not None and isinstance(x, Tensor) and (x.layout is not STRIDED or x.is_nested):
             kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
             raise NotImplementedError(
                 f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "

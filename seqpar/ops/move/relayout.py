@@ -339,11 +339,11 @@ def _fake_unshard(
     return _fake_relayout(x, handles, rows, grads)
 
 
-RELAYOUT = CollectiveOp("relayout", _relayout, adjoint=_way_back)
+RELAYOUT = CollectiveOp("relayout", _relayout, adjoint=_way_back, checks=False)
 RELAYOUT.define(
     1, "(Tensor x, Tensor[] handles, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)", _fake_relayout
 )
-UNSHARD = CollectiveOp("unshard", _unshard, adjoint=_way_back)
+UNSHARD = CollectiveOp("unshard", _unshard, adjoint=_way_back, checks=False)
 UNSHARD.define(
     1,
     "(Tensor x, Tensor[] handles, str side, int dim, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)",
