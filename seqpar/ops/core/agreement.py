@@ -14,6 +14,7 @@ from seqpar.comm.header import hash63
 from seqpar.ops.core.compared import UNDER_WAY, comparable, due, overdue
 from seqpar.plan import Plan
 
+_transforms_active = torch._C._are_functorch_transforms_active
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, since they see them in the same order
 
 
@@ -98,7 +99,7 @@ class errors_on_all_ranks:
 
 def refuse_transforms(what: str) -> None:
     """Raise NotImplementedError inside a transform of `torch.func`, whose tensors have no memory to send."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if _transforms_active() and not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), which has no rule for collectives; "
             "call it outside, and differentiate with torch.autograd.grad"

@@ -180,7 +180,7 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
 def check_dense(what: str, tensors: Sequence[object]) -> None:
     """Raise NotImplementedError for nested and sparse tensors."""
     for x in tensors:
-        if x is not None and isinstance(x, Tensor) and (x.layout is not STRIDED or x.is_nested):
+        if isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED):
             kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
             raise NotImplementedError(
                 f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "
