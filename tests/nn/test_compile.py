@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import seqpar
@@ -119,6 +120,19 @@ def test_a_step_seed_that_is_given_is_data() -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_compiled_function_may_surround_its_layers_with_a_new_plan() -> None:
+    comm, layer, q = LocalComm(), Attention(), torch.randn(14, 2, 4)
+
+    def run(plan: Plan) -> Tensor:
+        with seqpar.parallel(plan, comm):
+            return layer(q.sin(), q, q)
+
+    compiled = torch.compile(run, backend="eager")
+    for lengths in ([9, 5], [14]):
+        plan = Plan(Mask(lengths), Layout.contiguous(14, 1))
+        torch.testing.assert_close(compiled(plan), run(plan))
+
+
 def test_autocast_in_a_compiled_layer() -> None:
     comm, counter = LocalComm(), CompileCounterWithBackend("aot_eager")
     module = MultiheadAttention(8, 2)

@@ -111,12 +111,6 @@ class KnownMask:
         return self.known
 
 
-@uncompiled
-def _digested(plan: Plan) -> None:
-    """Compute what names the plan, with numpy, before a compiler traces a call that asks for it."""
-    plan.digest()
-
-
 class Rerouting(TorchFunctionMode):
     """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint recomputes."""
 
@@ -125,7 +119,6 @@ class Rerouting(TorchFunctionMode):
         again: bool = False, tries: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        _digested(plan)
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
         self.accuracy = accuracy
         self.first = self.calls = first

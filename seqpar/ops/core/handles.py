@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from seqpar.comm.entry import uncompiled
 from seqpar.facts.value import Fact
 
 
@@ -58,6 +59,7 @@ _naming = threading.Lock()
 _bound: weakref.WeakValueDictionary[tuple[object, ...], Carried] = weakref.WeakValueDictionary()
 
 
+@uncompiled
 def bind(*values: object) -> Tensor:
     """The handle of a plan and a comm, or of another verb's values, which replaces them in a compiled model.
 
