@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -27,37 +26,42 @@ class ThreadEntry:
         self.inside = ("no call", "")
 
 
-@contextmanager
-def entered(comm: Any, what: str, *, aborts: bool = False) -> Iterator[None]:
-    """Inside: a call of a `Comm`, named for errors. A comm of one rank lets any threads enter.
+class entered:
+    """``with entered(comm, what):`` a call of a `Comm`, named for errors. A comm of one rank lets any threads enter.
 
     aborts: whether an error tells the other ranks why this one leaves, so that they do not wait for the timeout.
 
     Raises: RuntimeError if another thread is inside; the comm is then dead, as ranks would no longer meet.
     """
-    if comm.size == 1:
-        yield
-        return
-    entry: ThreadEntry = comm.entry
-    thread = threading.current_thread().name
-    if not entry.lock.acquire(blocking=False):
-        running, holder = entry.inside
-        reason = (
-            f"rank {comm.rank}: {what} in thread {thread!r} while thread {holder!r} is inside {running}, and ranks "
-            "match calls by their order; make the calls of a comm from one thread at a time, in one order on every rank"
-        )
-        comm.abort(reason)
-        raise RuntimeError(reason)
-    before, entry.inside = entry.inside, (what, thread)
-    try:
-        yield
-    except BaseException as error:
-        if aborts:
-            comm.abort(f"{what}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        entry.inside = before
-        entry.lock.release()
+
+    def __init__(self, comm: Any, what: str, *, aborts: bool = False) -> None:
+        self.comm, self.what, self.aborts = comm, what, aborts
+
+    def __enter__(self) -> None:
+        if self.comm.size == 1:
+            return
+        entry: ThreadEntry = self.comm.entry
+        thread = threading.current_thread().name
+        if not entry.lock.acquire(blocking=False):
+            running, holder = entry.inside
+            reason = (
+                f"rank {self.comm.rank}: {self.what} in thread {thread!r} while thread {holder!r} is inside {running}, "
+                "and ranks match calls by their order; make the calls of a comm from one thread at a time, in one "
+                "order on every rank"
+            )
+            self.comm.abort(reason)
+            raise RuntimeError(reason)
+        self.before, entry.inside = entry.inside, (self.what, thread)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.comm.size == 1:
+            return
+        try:
+            if error is not None and self.aborts:
+                self.comm.abort(f"{self.what}: {type(error).__name__}: {error}")
+        finally:
+            self.comm.entry.inside = self.before
+            self.comm.entry.lock.release()
 
 
 def uncompiled(function: M) -> M:

@@ -157,7 +157,7 @@ class Layout(Fact):
 
     def tokens(self, rank: int) -> int:
         """Tokens that a rank holds."""
-        return int(self.runs(rank).count.sum())
+        return self.memo("tokens", lambda: self.sizes().tolist())[self._rank(rank)]  # type: ignore[no-any-return]
 
     def positions(self, rank: int) -> Ints:
         """Global positions [tokens] of a rank's rows, in local row order."""
@@ -165,9 +165,13 @@ class Layout(Fact):
 
     def runs(self, rank: int) -> Runs:
         """A rank's rows as runs, in local row order."""
+        rank = self._rank(rank)
+        return self._runs.pick(slice(self._bounds[rank], self._bounds[rank + 1]))  # type: ignore[arg-type]
+
+    def _rank(self, rank: int) -> int:
         if not is_integer(rank) or not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank!r} is not one of the layout's {self.ranks} ranks; give 0 to {self.ranks - 1}")
-        return self._runs.pick(slice(self._bounds[rank], self._bounds[rank + 1]))  # type: ignore[arg-type]
+        return rank
 
     def all_runs(self) -> tuple[Runs, Ints]:
         """The runs of all ranks in order, and the rank of each."""
