@@ -157,7 +157,7 @@ class Layout(Fact):
 
     def tokens(self, rank: int) -> int:
         """Tokens that a rank holds."""
-        return self.memo("tokens", lambda: self.sizes().tolist())[self._rank(rank)]  # type: ignore[no-any-return]
+        return self.memo("tokens", lambda: self.sizes().tolist())[self._rank(rank)]
 
     def positions(self, rank: int) -> Ints:
         """Global positions [tokens] of a rank's rows, in local row order."""
