@@ -55,6 +55,7 @@ class Forward(NamedTuple):
     note: Callable[[Callable[..., Any], Tensor | None], Any] | None = None
     text: PreTrainedConfig | None = None
     longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
+    drops: bool = True  # whether attention drops pairs in training
 
 
 class Noted(NamedTuple):
@@ -100,6 +101,14 @@ def longest() -> int | None:
     """The longest position + 1 of the forward pass that this thread is in; None outside of all."""
     state = getattr(_threads, "state", None)
     return None if state is None else state.longest
+
+
+def dropped(probability: float) -> float:
+    """The probability with which a layer drops pairs in the forward pass that this thread is in."""
+    if not probability or torch.compiler.is_compiling():
+        return probability
+    state = getattr(_threads, "state", None)
+    return probability if state is None or state.drops else 0.0
 
 
 def making() -> Callable[[Plan, Rule], Plan]:
@@ -212,6 +221,7 @@ def attention_function(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
             "leave it out of the call and of the config"
         )
+    dropout = dropped(dropout)
     seed = _seed(module, attention_mask) if dropout else None
     # rotary embeddings leave queries and keys wider than values
     q, k, v = (autocast(x[0].transpose(0, 1)) for x in (query, key, value))

@@ -38,6 +38,7 @@ from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.probe.saved_state import saved
+from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.nn.wrap import replaced
 from seqpar.parallel import parallel
@@ -203,6 +204,8 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
             "recurrence, n-grams of tokens, positions that are counted)"
         )
+    elif not _by_rows_in_training(probe, result, ids, at, few):
+        reasons.append("in training mode, tokens meet outside its attention")
     if not probe.close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         reasons.append("its attention depends on the order in which a rank holds its rows")
     with implementation(model, "eager"), as_written(model):
@@ -341,6 +344,18 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
     if out.get("logits") is not None and not is_mean(out.logits, out.get("loss")):
         return shift, "its loss in training is not the cross-entropy of its logits alone"
     return shift, ""
+
+
+def _by_rows_in_training(probe: _Probe, result: str, ids: Tensor, at: Tensor, few: Tensor) -> bool:
+    """Whether rows follow their order in training mode too, without dropout and with equal random numbers."""
+    before, probe.state = probe.state, probe.state._replace(drops=False)
+    try:
+        with _as_in_training(probe.model), Deterministic({}):
+            whole, some = probe(ids, position_ids=at[None]), probe(ids[few], position_ids=few[None])
+    finally:
+        probe.state = before
+    given = whole.get(result), some.get(result)
+    return any(rows is None for rows in given) or probe.close(given[0][:, few], given[1])
 
 
 @contextmanager

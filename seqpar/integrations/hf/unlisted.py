@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.attention import ACCURACY, making, without_seed
+from seqpar.integrations.hf.attention import ACCURACY, dropped, making, without_seed
 from seqpar.integrations.hf.mask import Rule
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
@@ -55,7 +55,7 @@ def attended(
 
     Raises: NotImplementedError for dropout in a layer without a number.
     """
-    dropout = dropout if module.training else 0.0
+    dropout = dropped(dropout) if module.training else 0.0
     if dropout and layer is None:
         raise without_seed(module)
     accuracy = module.__dict__.get(ACCURACY, "exact")

@@ -222,6 +222,26 @@ def test_a_term_that_a_loss_has_in_training_alone_is_not_left_out() -> None:
             model(**BATCH)
 
 
+@pytest.mark.parametrize("dropout", (0.0, 0.3))
+def test_tokens_that_meet_in_training_alone_are_seen(dropout: float) -> None:
+    class Centred(transformers.LlamaForCausalLM):
+        def forward(self, **named: Any) -> Any:
+            out = super().forward(**named)
+            if self.training and centres:
+                out.logits = out.logits - out.logits.mean(1, keepdim=True)
+            return out
+
+    model = build("llama", attention_dropout=dropout).train()
+    model.__class__ = Centred
+    state, centres = torch.get_rng_state(), True
+    with pytest.raises(NotImplementedError, match="in training mode, tokens meet outside its attention"):
+        seqpar.parallelize(model, LocalComm())
+    centres = False
+    with seqpar.parallelize(model, LocalComm()):
+        assert torch.equal(torch.get_rng_state(), state) and model.training
+        assert model(**BATCH).loss.isfinite()
+
+
 def test_noise_by_the_length_of_a_row_is_refused() -> None:
     model = build("llama")
     embedding = model.get_input_embeddings()
