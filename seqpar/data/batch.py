@@ -81,7 +81,7 @@ class Packed(NamedTuple):
             h.update(b"-" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
         for name, x in self.tensors.items():
             h.update(repr((name, x.dtype, list(x.shape))).encode())
-            flat = x.detach().reshape(-1)
+            flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
             h.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"-")
         return h.hexdigest()
 

@@ -86,7 +86,7 @@ def starts_of(nodes: Nodes) -> NDArray[np.bool_]:
 
 def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
     """The starts of documents, [documents + 1], if the batch has cu_seqlens; documents may be empty."""
-    given = {name: np.asarray(_array(rows.entries[name])) for name in STARTS if name in rows.entries}
+    given = {name: _integers(name, rows.entries[name]) for name in STARTS if name in rows.entries}
     if not given:
         if said := [name for name in LONGEST if name in rows.entries]:
             raise ValueError(
@@ -95,8 +95,13 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
         return None
     tokens = int(rows.edges[-1])
     name, starts = next(iter(given.items()))
-    wrong = starts.ndim != 1 or starts.size < 1 or starts.dtype.kind not in "iu"
-    if wrong or starts[0] != 0 or starts[-1] != tokens or (np.diff(starts.astype(np.int64)) < 0).any():
+    if (
+        starts.ndim != 1
+        or starts.size < 1
+        or starts[0] != 0
+        or starts[-1] != tokens
+        or (np.diff(starts.astype(np.int64)) < 0).any()
+    ):
         raise ValueError(f"{name} must ascend from 0 to the batch's {tokens} tokens, got {starts!r:.200}")
     if len(rows.edges) != 2:
         raise ValueError(f"{name} belongs to one packed row [1, T] or [T], got {len(rows.edges) - 1} rows")
@@ -107,9 +112,21 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
         raise ValueError(f"{name} beside an attention_mask with zeros: gives the documents twice; give only {name}")
     longest = int(np.diff(starts.astype(np.int64)).max(initial=0))
     for other in LONGEST:
-        if other in rows.entries and int(rows.entries[other]) != longest:
-            raise ValueError(f"{other} is {rows.entries[other]}, the longest document of {name} has {longest} tokens")
+        said = rows.entries.get(other, longest)
+        if np.size(said := _array(said)) != 1 or np.reshape(said, ()) != longest:
+            raise ValueError(f"{other} is {said!r:.200}, the longest document of {name} has {longest} tokens")
     return starts.astype(np.int64)
+
+
+def _integers(name: str, value: Any) -> NDArray[Any]:
+    """Integers as an array. Raises ValueError for anything else."""
+    try:
+        found = np.asarray(_array(value))
+    except (TypeError, ValueError):  # of a dtype that numpy lacks, or ragged
+        found = np.zeros(())
+    if found.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers [documents + 1], got {shown(value)}")
+    return found
 
 
 def _array(value: Any) -> Any:

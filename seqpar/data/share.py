@@ -24,6 +24,7 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
+from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
@@ -199,6 +200,7 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != rows:
             shown = str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}")
+        check_dense("back", [x])
     if share.source is None:
         return share.home.fill(unshard(x, plan, comm))
     tokens = plan.layout.tokens(comm.rank)

@@ -15,7 +15,21 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     out, part [..., D]: normalised outputs. lse, part_lse [...]: natural log of the sums of exponentials; -inf where no
     key is seen, and then the output is ignored. Up to rounding a commutative monoid with identity ``(0, -inf)``.
     Returns both in the dtype of ``lse``. Differentiable.
+
+    Raises: TypeError for anything but floating tensors; ValueError for other shapes.
     """
+    given = {"out": out, "lse": lse, "part": part, "part_lse": part_lse}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else f"{x!r:.200}"
+            raise TypeError(f"merge: {name} must be a floating tensor, got {got}")
+    if not (out.shape == part.shape and out.dim() and lse.shape == part_lse.shape == out.shape[:-1]):
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+        raise ValueError(f"merge: expected out and part [..., D], lse and part_lse [...], got {shapes}")
+    return _merged(out, lse, part, part_lse)
+
+
+def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     top = torch.maximum(lse, part_lse)
     base = torch.where(top == -torch.inf, torch.zeros_like(top), top).detach()
     a, b = torch.exp(lse - base), torch.exp(part_lse - base)
@@ -37,7 +51,7 @@ def merge_(acc: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor
 
         fused.merge_(acc, lse, part, part_lse, out)
         return
-    new, joined = merge(acc, lse.t(), part, part_lse.t())
+    new, joined = _merged(acc, lse.t(), part, part_lse.t())
     lse.copy_(joined.t())
     (acc if out is None else out).copy_(new)
 

@@ -50,4 +50,4 @@ class Mean:
                 f"Mean.result: ranks counted {counts} labels; add every batch on every rank, with the valid of all "
                 "ranks"
             )
-        return math.fsum(total for total, _ in found) / counts[0] if counts[0] else math.nan
+        return sum(total for total, _ in found) / counts[0] if counts[0] else math.nan

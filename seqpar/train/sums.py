@@ -33,6 +33,7 @@ from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
 
 FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 STAGES = 6  # bits of the stages of one sum
 
 
@@ -45,7 +46,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     must have seen the comm: ``seqpar.bind(comm)``, or with a plan.
 
     Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; NotImplementedError for
-    nested, sparse and quantized tensors and 8-bit floating dtypes; on every rank, before any byte moves.
+    nested, sparse and quantized tensors, 8-bit floating and wide unsigned dtypes; on every rank, before any byte moves.
     """
     with errors_on_all_ranks("all_sum", comm):
         if not isinstance(x, Tensor):
@@ -53,8 +54,9 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
         check_dense("all_sum", [x])
         if x.dtype == torch.bool:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
-        if x.is_quantized or (x.is_floating_point() and x.itemsize < 2):
-            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
+        if x.dtype in UNSIGNED or x.is_quantized or (x.is_floating_point() and x.itemsize < 2):
+            wider = "x.long()" if x.dtype in UNSIGNED else "x.float()"
+            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give {wider}")
     return ALL_SUM([x], [comm])[0]
 
 
@@ -79,6 +81,8 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     NaN if no row counts on any rank. Raises: as `all_sum`, and ValueError for a `keep` that does not match x's rows.
     """
     with errors_on_all_ranks("token_mean", comm):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"token_mean: x must be a tensor, got {x!r:.200}")
         check_dense("token_mean", [x])
         if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
             rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"

@@ -70,11 +70,23 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cu_seqlens that end early": (
         {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 5]}, {}, "cu_seqlens must ascend from 0 to the batch's 6"
     ),
+    "cu_seqlens of lists": (
+        {"input_ids": IDS[:1], "cu_seqlens": [[0, 2], [0, 2, 6]]}, {}, r"cu_seqlens must be integers \[documents"
+    ),
+    "cu_seqlens in floating point": (
+        {"input_ids": IDS[:1], "cu_seqlens": torch.tensor([0, 6], dtype=torch.bfloat16)}, {}, "got torch.bfloat16 .2."
+    ),
     "keys of other documents": (
         {"input_ids": IDS[:1], "cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 3, 6]}, {}, "cu_seq_lens_k must be"
     ),
     "another longest": (
         {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "max_seqlen": 6}, {}, "max_seqlen is 6, .* has 4 tokens"
+    ),
+    "a longest of each document": (
+        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "max_seqlen": torch.tensor([2, 4])}, {}, "max_seqlen is array"
+    ),
+    "a longest that is no integer": (
+        {"input_ids": IDS[:1], "cu_seqlens": [0, 2, 6], "max_seqlen": 4.7}, {}, "max_seqlen is 4.7, .* has 4 tokens"
     ),
     "a longest without documents": ({"input_ids": IDS[:1], "max_seqlen": 6}, {}, "max_seqlen without cu_seqlens"),
     "documents twice": (

@@ -191,6 +191,17 @@ def test_a_replicated_batch_is_shared_without_an_exchange_and_goes_home_to_every
         check_home(case, *home)
 
 
+def test_a_replicated_batch_of_lazily_conjugated_rows_is_compared() -> None:
+    rows = torch.arange(6).reshape(1, 6)
+    batch = {"input_ids": rows, "phase": torch.complex(rows.float(), 1 + rows.float()).conj()}
+
+    def rank(comm: Comm) -> Tensor:
+        s = share(batch, comm, source="replicated", plan=ring)
+        return back(s, s.tensors["phase"])
+
+    assert all(torch.equal(got, batch["phase"]) for got in run_threads(2, rank))
+
+
 def exchanges(comm: Comm) -> tuple[int, Any]:
     ids = torch.arange(12).reshape(2, 6)
     extra = {"token_type_ids": ids + 1, "scores": torch.rand(2, 6, 2), "weights": torch.rand(2, 6), "names": ["a", "b"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -291,6 +292,19 @@ def test_merge_has_gradients_also_of_rows_that_see_nothing() -> None:
     out, lse = seqpar.merge(*leaves)
     grads = torch.autograd.grad(out.sum() + lse[2], leaves)
     assert all(torch.isfinite(x).all() for x in grads)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ((torch.zeros(4, 2, 3, dtype=torch.complex64), torch.zeros(4, 2)), TypeError, "out must be a floating tensor"),
+        ((torch.zeros(4, 2, 3), [0.0]), TypeError, "lse must be a floating tensor, got .0.0."),
+        ((torch.zeros(4, 2, 3), torch.zeros(2)), ValueError, r"expected out and part \[\.\.\., D\].*lse \[2\]"),
+    ],
+)
+def test_merge_refuses_other_kinds_and_shapes(given: tuple[Any, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        seqpar.merge(*given, *given)
 
 
 # --- sub-communicators ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -364,8 +365,10 @@ def mistaken(comm: Comm) -> list[str]:
         lambda: all_sum(torch.ones(2, dtype=torch.bool), comm),
         lambda: token_mean(torch.ones(2, 3), comm, keep=torch.ones(2)),
         lambda: token_mean(torch.ones(2, 3), comm, keep=torch.ones(2 + comm.rank, dtype=torch.bool)),
+        lambda: all_sum(torch.ones(2, dtype=torch.uint16), comm),
+        lambda: token_mean([1.0, 2.0], comm),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises((ValueError, NotImplementedError, TypeError)) as raised:
             call()
         texts.append(str(raised.value))
     return texts
@@ -376,6 +379,8 @@ def test_sums_of_what_has_none_are_refused() -> None:
     assert "truth values" in first[0] and first[0] == last[0]
     assert "torch.float32[2]" in first[1] and first[1] == last[1]
     assert "rank 1 refused" in first[2] and "torch.bool[3]" in last[2]
+    assert "all_sum of torch.uint16" in first[3] and "give x.long()" in last[3]
+    assert "x must be a tensor" in first[4] and first[4] == last[4]
 
 
 LOGITS = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -408,6 +413,16 @@ def counted(comm: Comm) -> tuple[float, str]:
     with pytest.raises(ValueError) as raised:
         mean.result(comm)
     return nothing, str(raised.value)
+
+
+@pytest.mark.parametrize(("losses", "expected"), [((math.inf, -math.inf), math.nan), ((math.inf, 1.0), math.inf)])
+def test_an_evaluation_of_losses_that_are_not_finite(losses: tuple[float, ...], expected: float) -> None:
+    def rank(comm: Comm) -> float:
+        mean = Mean()
+        mean.add(torch.tensor(losses[comm.rank]), 1)
+        return mean.result(comm)
+
+    np.testing.assert_equal(run_threads(2, rank), [expected, expected])
 
 
 def test_an_evaluation_of_nothing_and_of_different_counts() -> None:

@@ -35,10 +35,10 @@ def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             )
     rows, heads, values = v.shape
     groups, dim = k.shape[1:]
-    if q.shape != k.shape or not groups or heads % groups:
+    if q.shape != k.shape or not groups or not dim or heads % groups:
         raise ValueError(
-            f"{name}: q and k must have one shape and v a multiple of their heads, got {list(q.shape)}, "
-            f"{list(k.shape)} and {list(v.shape)}"
+            f"{name}: q and k must have one shape of at least one dim per head, and v a multiple of their heads, "
+            f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
     shapes = {
         "decay": (decay, ([rows, heads], [rows, heads, dim])),

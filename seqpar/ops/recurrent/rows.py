@@ -22,8 +22,9 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.facts.intervals import expand
-from seqpar.facts.value import Ints, Memo, is_integer
+from seqpar.facts.value import MOST, Ints, Memo, is_integer
 from seqpar.kernels import acc_dtype
+from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
@@ -110,8 +111,7 @@ class RowMap(Memo):
             taken, placed, used, filled = self.on(x.device)
             arrived = exchanged([x], comm, [self.moves], tag)[0]
             y = x.new_zeros(self.rows_out, *x.shape[1:])
-            y[placed] = x[taken]
-            y[filled] = arrived[used]
+            copy([Pair(y, x, placed, taken), Pair(y, arrived, filled, used)])
         return y
 
     def apply_transposed(self, y: Tensor, comm: Comm, tag: Tag) -> Tensor:
@@ -181,9 +181,11 @@ def _neighbours(
     number = comm.next_call()
     with agreement(what, comm) as call:
         check_rows(what, x, plan, comm)
-        if not is_integer(reach) or reach == 0 or (what == "halo" and reach < 0):
+        if not is_integer(reach) or reach == 0 or (what == "halo" and reach < 0) or abs(reach) > MOST:
             name, least = (
-                ("by", "an integer other than 0") if what == "shift" else ("reach", "an integer of at least 1")
+                ("by", "an integer other than 0, of at most 62 bits")
+                if what == "shift"
+                else ("reach", "an integer of at least 1")
             )
             raise ValueError(f"{what}: {name} must be {least}, got {reach!r:.200}")
         if plan.mask.paths is not None and (what == "halo" or reach < 0):

@@ -222,6 +222,8 @@ def refused(comm: Comm, plan: Plan, change: str) -> str:
     if comm.rank == 0 or change in ("full", "cross"):
         if change in mine:
             mine[change] = mine[change][:, :1]
+        elif change == "width":
+            mine["q"], mine["k"] = mine["q"][..., :0], mine["k"][..., :0]
         elif change == "dtype":
             mine["k"] = mine["k"].float()
         elif change == "rows":
@@ -245,7 +247,7 @@ def refused(comm: Comm, plan: Plan, change: str) -> str:
         ("q", "q and k must have one shape"), ("v", "v a multiple of their heads"), ("decay", "decay must be floating"),
         ("beta", "beta must be floating"), ("dtype", "of one dtype and device"), ("rows", "must have 8 rows"),
         ("kernel", "kernel must be one of auto, "), ("initial", "initial_state must be floating"),
-        ("scale", "scale must be a finite number"),
+        ("scale", "scale must be a finite number"), ("width", "at least one dim per head"),
         ("full", "causal inside documents"), ("cross", "without a kv_layout"),
     ],
 )  # fmt: skip

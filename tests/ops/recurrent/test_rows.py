@@ -255,10 +255,25 @@ def reaches(comm: Comm, plan: Plan, verb: str, value: object) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("verb", "value"), [("by", 0), ("by", 1.5), ("reach", 0), ("reach", -1)])
+@pytest.mark.parametrize(("verb", "value"), [("by", 0), ("by", 1.5), ("by", 2**63), ("reach", 0), ("reach", -1)])
 def test_reaches_that_say_nothing_are_refused(verb, value) -> None:
     plan = plan_of("contiguous", (14,), 2)
     assert all(f"{verb} must be an integer" in error for error in run_threads(2, reaches, plan, verb, value))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.float8_e4m3fn])
+def test_rows_of_every_dtype_move(dtype: torch.dtype) -> None:
+    plan = Plan(Mask([5]), Layout.striped(5, 2, 1))
+    whole = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0], [0, 0]])
+
+    def rank(comm: Comm) -> Tensor:
+        rows = whole[plan.layout.positions(comm.rank)].to(dtype)
+        return recurrent.shift(rows, plan, comm).to(torch.int64)
+
+    found = torch.full_like(whole, -1)
+    for r, rows in enumerate(run_threads(2, rank)):
+        found[plan.layout.positions(r)] = rows
+    assert torch.equal(found, torch.cat([torch.zeros(1, 2).long(), whole[:-1]]))
 
 
 def test_gradients_of_complex_rows_are_complex() -> None:
