@@ -38,7 +38,7 @@ from seqpar.facts.picture import Shown, plot
 from seqpar.facts.slices import block_strips, slice_strips
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import Strips, bands_of, sink_strips, united
-from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, lengths_of, whole
+from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
 from seqpar.facts.windows import checked_window, windowed
 
 
@@ -315,15 +315,23 @@ class Mask(Fact):
     def bounds(self, positions: ArrayLike, *, band: int = 0) -> tuple[Ints, Ints]:
         """``lo, hi`` int64 of the queries at these global positions; a pad row, position -1, gets an empty interval.
 
-        Raises: ValueError for a position outside the batch.
+        Raises: ValueError for a position outside the batch, or a band that the mask has not.
         """
-        return self.bands[band].bounds(self._checked(positions))
+        return self._band(band).bounds(self._checked(positions))
 
     def until(self, *, band: int = 0) -> Ints:
-        """The end, int64 [kv_tokens], of the queries that may see each key, in key coordinates."""
-        until = self.bands[band].until
+        """The end, int64 [kv_tokens], of the queries that may see each key, in key coordinates.
+
+        Raises: ValueError for a band that the mask has not.
+        """
+        until = self._band(band).until
         keys = np.arange(self.kv_tokens)
         return np.full_like(keys, self.kv_tokens) if until is None else until.of(keys)
+
+    def _band(self, band: int) -> Band:
+        if not is_integer(band) or not 0 <= band < len(self.bands):
+            raise ValueError(f"band must be from 0 to {len(self.bands) - 1}, as the mask has bands, got {band!r:.200}")
+        return self.bands[band]
 
     def documents(self, positions: ArrayLike) -> Ints:
         """The document of each query position; -1 for a pad row."""

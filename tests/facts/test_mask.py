@@ -413,3 +413,10 @@ def test_a_mask_is_within_documents_if_every_row_is(data) -> None:
         inside = (low >= high) | ((low >= start) & (high <= start + np.repeat(lengths, lengths)))
         assert found.within_documents == bool(inside.all())
         alike(found, Mask.from_bounds(low, high, lengths=lengths))
+
+
+@pytest.mark.parametrize("band", [1, -1, 0.5])
+def test_a_band_that_a_mask_has_not_is_named(band: float) -> None:
+    for read in (lambda mask: mask.bounds([0], band=band), lambda mask: mask.until(band=band)):
+        with pytest.raises(ValueError, match=f"band must be from 0 to 0, as the mask has bands, got {band}"):
+            read(Mask([4]))
