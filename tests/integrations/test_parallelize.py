@@ -22,6 +22,7 @@ from seqpar.dsp import plan_stages
 from seqpar.integrations.hf.shape import shape_of
 from tests.dsp import models as dsp_models
 from tests.dsp.cases import clip, latte
+from tests.integrations.diffusers_models import flux
 from tests.integrations.hf.models import SIZES, batches, build
 
 
@@ -151,3 +152,37 @@ def test_a_model_whose_layers_differ_is_planned() -> None:
     expected = float(model(**batch).loss)
     with seqpar.parallelize(model, LocalComm()):
         assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-5)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(
+            *self.qkv(x).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        )
+
+
+def in_transform(kind: str) -> None:
+    """A model's call inside a transform of torch.func."""
+    if kind == "transformers":
+        model, inputs = build("llama"), {"input_ids": torch.arange(6)[None]}
+        handle = seqpar.parallelize(model, LocalComm())
+    elif kind == "sdpa":
+        plan = Plan(Mask([6], causal=False), Layout.contiguous(6, 1))
+        model, inputs = Attends(), {"x": torch.randn(1, 6, 8)}
+        handle = seqpar.parallelize(model, LocalComm(), sdpa=True, plan=plan)
+    else:
+        model, inputs = flux()
+        handle = seqpar.parallelize(model, LocalComm())
+    with handle:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        torch.func.grad(lambda given: torch.func.functional_call(model, given, kwargs=inputs)[0].sum())(weights)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sdpa", "diffusers"])
+def test_models_inside_transforms_are_refused(kind: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"parallelize\(\w+\) inside a transform of torch.func"):
+        in_transform(kind)

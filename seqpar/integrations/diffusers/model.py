@@ -35,7 +35,7 @@ from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.core.agreement import gathering
+from seqpar.ops.core.agreement import gathering, refuse_transforms
 from seqpar.plan import Plan
 
 
@@ -97,6 +97,7 @@ def _compared(
     recipe: ModelRecipe, sharing: Sharing, model: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], TokenCounts]:
     """The arguments by name, which all ranks have alike, and their numbers of tokens."""
+    refuse_transforms(f"parallelize({type(model).__name__})")
     with gathering("diffusers: forward", sharing.comm) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {type(model).__name__} takes one positional argument, got {len(args)}")

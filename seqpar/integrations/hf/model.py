@@ -60,7 +60,7 @@ from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_tw
 from seqpar.ops.attention.ahead import derive
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.core.agreement import agreement, plan_key, remember
+from seqpar.ops.core.agreement import agreement, plan_key, refuse_transforms, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
@@ -285,6 +285,7 @@ class ParallelTransformer(ParallelModel):
     def _forward(
         self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
+        refuse_transforms(f"parallelize({type(self.model).__name__})")
         call, own, rows = self._share(module, args, named)
         hidden: list[Tensor] | None = [] if call.chunked else None
         self._hidden, kept = hidden, self._hidden

@@ -17,7 +17,7 @@ from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, wa
 from seqpar.nn.wrap import ParallelModel, refuse_twice
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.agreement import errors_on_all_ranks, refuse_transforms
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
@@ -108,6 +108,7 @@ class _Forward:
     @uncompiled
     def _compare(self, model: nn.Module) -> None:
         """Raise ValueError on every rank if weights differ between ranks, from the start or by unsummed gradients."""
+        refuse_transforms(f"parallelize({type(model).__name__})")
         if self.comm.size == 1 or self.count not in COMPARED:
             return
         if self._loop is None:
