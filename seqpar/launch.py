@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -151,13 +151,21 @@ class _Pool:
             serve_forks(context)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300), wait_for_workers=False)
         self.processes, self.pipes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, size, self.store.port, on_gpus, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
+        try:
+            with uninterrupted():
+                for rank in range(size):
+                    self._start(context, rank, size, on_gpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, context: Any, rank: int, size: int, on_gpus: bool) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_worker, args=(rank, size, self.store.port, on_gpus, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.pipes.append(ours)
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
@@ -209,6 +217,23 @@ class _Pool:
             process.kill()
         for process in self.processes:
             process.join(5.0)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect after the block: while a process starts, it would leave one that nobody knows of."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is None:  # others cannot set handlers, nor restore one of C
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for number in pressed[:1]:
+            signal.raise_signal(number)
 
 
 def serve_forks(context: Any) -> None:

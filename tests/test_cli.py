@@ -124,6 +124,11 @@ def test_lengths_come_from_files_and_standard_input(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7\n\xff"), encoding="utf-8"))
     assert main(["plan", "--lengths", "-"]) == 2
     assert "standard input is not text: 'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["plan", "--lengths", "-"]) == 2
+    assert "cannot read standard input: it is closed" in capsys.readouterr().err
+    path.write_text("5\n7\n", encoding="utf-8-sig")  # as editors on Windows write
+    assert planned(capsys, "--lengths", str(path), "--model", "tiny")["lengths"] == [5, 7]
     for text, message in (
         ("3\n4.5\n", "lengths.txt, line 2: expected integers of at most 18 digits, got '4.5'"),
         ("\n", "no lengths"),
@@ -138,6 +143,8 @@ def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     dataclasses.replace(Hardware.preset("cpu"), name="mine").save(path)
     facts = planned(capsys, "--lengths", "500,20", "--ranks", "2", "--model", "tiny", "--hardware", str(path))
     assert facts["forecast"]["hardware"] == "mine"
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert Hardware.load(path).name == "mine"
     path.write_text("{}", encoding="utf-8")
     assert main(["plan", "--lengths", "5", "--hardware", str(path)]) == 2
     assert f"{path} is not a hardware file" in capsys.readouterr().err
@@ -180,7 +187,7 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
         (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
         (("--lengths", "5", "--ranks", "0"), "ranks"),
         (("--lengths", "5", "--ranks", "65537"), "--ranks must be 1 to 65,536, got 65537"),
-        (("--lengths", "5", "--token-slack", "nan"), "token_slack must be a number of at least 0, got nan"),
+        (("--lengths", "5", "--token-slack", "nan"), "token_slack must be a finite number of at least 0, got nan"),
         (("--lengths", "5", "--hardware", ""), "--hardware '' is neither a preset (h100, "),
         (("--lengths", "5", "--hardware", "/dev/zero"), "--hardware /dev/zero is neither a preset"),
         (("--lengths", "5", "--model", ""), "no model is called ''"),
@@ -450,8 +457,12 @@ def test_run_starts_ranks_and_hands_arguments_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ending", "code", "how"),
-    [("sys.exit(7)", 7, "exited with 7"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")],
-    ids=["exit", "signal"],
+    [
+        ("sys.exit(7)", 7, "exited with 7"),
+        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 36)", 164, "was ended by signal 36"),  # a real-time signal has no name
+    ],
+    ids=["exit", "signal", "real-time signal"],
 )
 @pytest.mark.sampled(2)
 def test_run_returns_the_code_of_the_rank_that_failed_and_ends_the_others(

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from seqpar import launch
 from seqpar.cli import failed, main, plan
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +96,22 @@ print(open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read())
     )
     blocked = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")), 16)
     assert blocked & 1 << (signal.SIGINT - 1)
+
+
+def test_ctrl_c_while_ranks_start_ends_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, start = [], launch._Pool._start
+
+    def interrupted(pool: launch._Pool, *args: Any) -> None:
+        pools.append(pool)
+        os.kill(os.getpid(), signal.SIGINT)
+        start(pool, *args)
+
+    monkeypatch.setattr(launch._Pool, "_start", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch._Pool(2, on_gpus=False)
+    assert len(pools) == 2 and signal.getsignal(signal.SIGINT) is before
+    assert not any(process.is_alive() for process in pools[0].processes)
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,11 @@ def content(source: str) -> str:
     what = "standard input" if source == "-" else source
     try:
         if source == "-":
+            if sys.stdin is None:
+                raise CommandError(f"cannot read {what}: it is closed")
             text = sys.stdin.read(LONGEST + 1)
         else:
-            with open(source, encoding="utf-8") as file:
+            with open(source, encoding="utf-8-sig") as file:
                 text = file.read(LONGEST + 1)
     except OSError as error:
         raise CommandError(f"cannot read {what}: {error.strerror}") from None

@@ -67,7 +67,8 @@ def launch(ranks: int, script: str | Path, args: Sequence[str]) -> int:
         # The rank's own traceback is above.
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
-        how = f"exited with {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        how = f"exited with {code}" if code >= 0 else f"was ended by {names.get(-code, f'signal {-code}')}"
         print(f"seqpar run: rank {rank} failed first: it {how}", file=sys.stderr)
         return code if code >= 0 else 128 - code
     except SignalException as error:

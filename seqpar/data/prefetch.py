@@ -54,7 +54,7 @@ def prefetch(
             while going and len(ahead) <= depth:
                 try:
                     batch, error = loader.next()
-                    known = announce(batch, comm, source, how, error=error, ended=loader.ended)
+                    known = announce(batch, comm, source, how, error=error, ended=loader.ended, depth=depth)
                 except Exception as failure:
                     ahead.append(failure)
                     going = False

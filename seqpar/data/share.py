@@ -126,8 +126,9 @@ def share(
     - "none": the label's own token, as in masked language models. "shift_labels" always belong to their own token.
 
     For documents a b | c d in one row, the labels a b c d are predicted by - a b c ("row"), - a - c ("document") or a b
-    c d ("none"). A label that belongs to a masked-out token, or that only such a token could predict, is refused: on
-    one device its loss would depend on the attention implementation.
+    c d ("none"). A label that only a masked-out token could predict is refused: on one device its loss would depend on
+    the attention implementation. With "document" and "none" so is any label of a masked-out token; with "row" the label
+    of the first one after a token counts, as on one device: set it to ignore_index.
 
     "parents" [nodes] makes trees: documents are nodes then, in depth-first order, each with the number of its parent
     among this rank's nodes, -1 for a root, as for `Mask.tree`; so answers share the rows of their prompt. Positions are

@@ -140,16 +140,19 @@ def announce(
     *,
     error: Exception | None = None,
     ended: bool = False,
+    depth: int = 0,
     gather: Gather | None = None,
 ) -> Known | None:
     """The union of all ranks' batches; None if all loaders have ended. A collective.
 
-    error: why this rank has no batch. gather: the exchange between ranks, if it carries more than the announcement.
+    error: why this rank has no batch. depth: how many further batches are announced while one is computed. gather: the
+    exchange between ranks, if it carries more than the announcement.
 
     Raises: as `share`.
     """
     check_comm("share", comm)
-    what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index}, mtp_depth={how.mtp_depth})"
+    what = f"share(source={source!r}, shift={how.shift!r}, ignore_index={how.ignore_index}, mtp_depth={how.mtp_depth}"
+    what += f", depth={depth})" if depth else ")"
     with gathering(what, comm, gather) as told:
         if error is not None:
             raise error

@@ -74,6 +74,8 @@ class Mask(Fact):
         sink_tokens: int = 0,
         kv_lengths: ArrayLike | None = None,
     ) -> None:
+        if not isinstance(causal, (bool, np.bool_)):
+            raise ValueError(f"causal must be True or False, got {causal!r:.200}")
         queries = lengths_of("lengths", lengths)
         keys = queries if kv_lengths is None else lengths_of("kv_lengths", kv_lengths)
         if len(queries) != len(keys):

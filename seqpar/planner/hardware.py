@@ -218,7 +218,7 @@ class Hardware:
         The key "measured", which `seqpar calibrate` adds for readers, is ignored.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
             if isinstance(data, dict):
                 data.pop("measured", None)
             return cls.from_dict(data)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -111,13 +112,13 @@ class Problem:
         Raises: ValueError if the batch does not fit, naming the fewest ranks on which it does.
         """
         slack, tokens, ranks = self.token_slack, self.tokens, self.ranks
-        if not (isinstance(slack, (int, float)) and 0 <= slack < math.inf):
-            raise ValueError(f"token_slack must be a number of at least 0, got {slack!r}")
+        if not (isinstance(slack, Real) and 0 <= slack < math.inf):
+            raise ValueError(f"token_slack must be a finite number of at least 0, got {slack!r}")
         most = self.most
         if -(-tokens // ranks) > most:
             raise ValueError(self.refusal(tokens))
         # no rank needs more room than eight times all tokens
-        mean = int(tokens * (1 + min(slack, 8 * ranks))) // ranks
+        mean = int(tokens * (1 + float(min(slack, 8 * ranks)))) // ranks
         return np.full(ranks, min(most, mean + 1), np.int64)
 
     def refusal(self, tokens: int) -> str:

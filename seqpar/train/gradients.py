@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import uncompiled
+from seqpar.facts.value import whole
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
@@ -48,7 +49,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced,
     and for sparse gradients. On every rank, before any gradient moves.
     """
-    several = _once(parameters)
+    several, bucket_bytes = _once(parameters), whole("bucket_bytes", bucket_bytes, 1)
     claim = _Claim.of(several, bucket_bytes)
     if not _sum_as_before(several, claim, comm, bucket_bytes):
         present = _agreed(several, claim, comm)
@@ -244,6 +245,10 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
 
     Raises: ValueError for another norm_type; NotImplementedError for gradients that are still partial sums.
     """
+    try:
+        norm_type = float(norm_type)  # torch takes "inf" too
+    except (TypeError, ValueError):
+        raise ValueError(f"grad_norm: norm_type={norm_type!r:.200}, expected a number") from None
     if not norm_type >= 1:
         raise ValueError(f"grad_norm: norm_type={norm_type}, expected at least 1, or infinity")
     largest = math.isinf(norm_type)
@@ -308,6 +313,8 @@ def clip_grad_norm(
     Raises: RuntimeError for a norm that is not finite, if asked to, on every rank; and what `grad_norm` does.
     """
     several = _once(parameters)
+    if not isinstance(max_norm, (int, float, Tensor)):
+        raise TypeError(f"clip_grad_norm: max_norm must be a number, got {max_norm!r:.200}")
     norm = grad_norm(several, norm_type=norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm: the norm of the gradients is {norm.item()}, and nothing was scaled")
@@ -322,7 +329,7 @@ def clip_grad_norm(
 
 def _once(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, in order."""
-    several = list(dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters))
+    several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if odd := [x for x in several if not isinstance(x, Tensor)]:
         raise TypeError(f"expected parameters, as of model.parameters(), got {odd[0]!r:.200}")
-    return several
+    return list(dict.fromkeys(several))

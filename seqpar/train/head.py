@@ -128,6 +128,8 @@ def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
     for kind, x in ((name, rows), ("labels", labels)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{kind} must be a tensor, got {x!r:.200}")
+    if labels.device != rows.device:
+        raise ValueError(f"labels on {labels.device}, {name} on {rows.device}; give both on one device")
     if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(
             f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}, expected [T, n] and [T] int64"
@@ -157,6 +159,9 @@ def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, so
                 f"{who}: the {kind} is a DTensor {list(x.shape)} with placements {x.placements}; "
                 f"call it inside the forward of the module that fully_shard wraps, where the {kind} is whole"
             )
+        if x is not None and x.device != hidden.device:
+            remedy = "load it first" if x.is_meta else "give both on one device"
+            raise ValueError(f"{who}: the {kind} is on {x.device}, hidden on {hidden.device}; {remedy}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"{who}: hidden {list(hidden.shape)}, weight {list(weight.shape)}, expected [T, E], [V, E]")
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.dtype.is_floating_point):
@@ -164,7 +169,8 @@ def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, so
             f"{who}: bias {list(bias.shape)} of {bias.dtype}, expected floating point "
             f"[{weight.shape[0]}], one for each row of the weight {list(weight.shape)}"
         )
-    if not 0.0 <= softcap < math.inf or chunk < 1:
+    numbers = isinstance(softcap, (int, float)) and isinstance(chunk, int)
+    if not numbers or not 0.0 <= softcap < math.inf or chunk < 1:
         raise ValueError(
             f"{who}: softcap={softcap}, chunk={chunk}, expected a finite cap, 0 for none, and at least one row in a "
             "chunk"

@@ -175,7 +175,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss, grads = _summed(hidden, weight, bias, labels, options, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*grads)
         # if no label counts the loss is 0 / 0, and the gradients are zeros
-        ctx.valid, ctx.average_over = valid.clamp(min=1) if isinstance(valid, Tensor) else max(valid, 1), average_over
+        counted = valid.masked_fill(valid == 0, 1) if isinstance(valid, Tensor) else max(valid, 1)
+        ctx.valid, ctx.average_over = counted, average_over
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return loss / valid * average_over
 

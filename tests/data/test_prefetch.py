@@ -149,6 +149,15 @@ def test_an_iterator_that_is_closed_leaves_no_thread() -> None:
     assert threads() == []
 
 
+def test_a_depth_that_differs_is_named() -> None:
+    def rank(comm: Comm) -> str:
+        with pytest.raises(ValueError) as error:
+            list(prefetch([{"input_ids": torch.arange(1, 4)[None]}] * 4, comm, depth=1 + 2 * comm.rank))
+        return str(error.value)
+
+    assert all("depth=1" in text and "depth=3" in text for text in run_threads(2, rank))
+
+
 def test_depth_is_a_number() -> None:
     for error in ("0", "1.5"):
         with pytest.raises(ValueError, match=f"depth must be an integer of at least 1, got {error}"):

@@ -420,3 +420,9 @@ def test_a_band_that_a_mask_has_not_is_named(band: float) -> None:
     for read in (lambda mask: mask.bounds([0], band=band), lambda mask: mask.until(band=band)):
         with pytest.raises(ValueError, match=f"band must be from 0 to 0, as the mask has bands, got {band}"):
             read(Mask([4]))
+
+
+@pytest.mark.parametrize("causal", ["no", 1, None])
+def test_causal_is_true_or_false(causal: object) -> None:
+    with pytest.raises(ValueError, match=f"causal must be True or False, got {causal!r}"):
+        Mask([4], causal=causal)  # type: ignore[arg-type]

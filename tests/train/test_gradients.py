@@ -251,6 +251,25 @@ def test_norms_and_clipping_are_those_of_torch(norm_type: float, dtype: torch.dt
             torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_norms_take_the_names_that_torch_takes() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, -4.0])
+    assert clip_grad_norm(p, 100.0, norm_type="inf").item() == 4.0  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="norm_type='largest', expected a number"):
+        grad_norm(p, norm_type="largest")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="max_norm must be a number, got None"):
+        clip_grad_norm(p, None)  # type: ignore[arg-type]
+
+
+def test_groups_of_an_optimizer_and_buckets_of_no_bytes_are_named() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    with pytest.raises(TypeError, match="expected parameters, as of model.parameters"):
+        sync_gradients(torch.optim.SGD([p]).param_groups, LocalComm())  # type: ignore[arg-type]
+    for size in (None, 0, 1.5):
+        with pytest.raises(ValueError, match="bucket_bytes must be an integer of at least 1"):
+            sync_gradients([p], LocalComm(), bucket_bytes=size)  # type: ignore[arg-type]
+
+
 def test_small_gradients_are_not_scaled_and_none_are_no_norm() -> None:
     p = nn.Parameter(torch.zeros(3))
     assert grad_norm([p]).item() == 0.0 and clip_grad_norm(p, 1.0).item() == 0.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.testing import relative_rms
-from seqpar.train import cross_entropy, linear_cross_entropy
+from seqpar.train import cross_entropy, linear_cross_entropy, token_log_probs
 
 T, E, V = 23, 6, 11
 IGNORED = -100
@@ -218,6 +220,37 @@ def test_what_cannot_be_is_refused() -> None:
     for cap in (-3.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"softcap={cap}"):
             linear_cross_entropy(hidden, weight, labels, valid=9, softcap=cap)
+
+
+    for change in ({"chunk": 2.5}, {"softcap": None}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            linear_cross_entropy(hidden, weight, labels, valid=9, **change)
+
+
+@pytest.mark.parametrize("call", [partial(linear_cross_entropy, valid=9), token_log_probs])
+def test_a_head_on_another_device_is_named(call: Any) -> None:
+    hidden, weight, bias, labels = given()
+    for name in ("weight", "bias"):
+        there = {"weight": weight, "bias": bias}
+        there[name] = there[name].to("meta")
+        with pytest.raises(ValueError, match=f"the {name} is on meta, hidden on cpu; load it first"):
+            call(hidden, there["weight"], labels, bias=there["bias"])
+    with pytest.raises(ValueError, match="labels on meta, hidden on cpu; give both on one device"):
+        call(hidden, weight, labels.to("meta"))
+
+
+@pytest.mark.parametrize("valid", [0.25, 2.5])
+def test_a_count_that_is_no_integer_divides_gradients_too(valid: float) -> None:
+    hidden, weight, _, labels = given()
+    w = weight.clone().requires_grad_()
+    ours, theirs = (
+        torch.autograd.grad(loss, w)[0]
+        for loss in (
+            linear_cross_entropy(hidden, w, labels, valid=torch.tensor(valid)),
+            cross_entropy(hidden @ w.t(), labels, valid=torch.tensor(valid)),
+        )
+    )
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["logits", "hidden", "labels", "weight", "bias"])
