@@ -221,7 +221,6 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match=f"softcap={cap}"):
             linear_cross_entropy(hidden, weight, labels, valid=9, softcap=cap)
 
-
     for change in ({"chunk": 2.5}, {"softcap": None}):
         with pytest.raises(ValueError, match=next(iter(change))):
             linear_cross_entropy(hidden, weight, labels, valid=9, **change)
