@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -112,7 +111,7 @@ class Problem:
         Raises: ValueError if the batch does not fit, naming the fewest ranks on which it does.
         """
         slack, tokens, ranks = self.token_slack, self.tokens, self.ranks
-        if not (isinstance(slack, Real) and 0 <= slack < math.inf):
+        if not (isinstance(slack, (int, float, np.integer, np.floating)) and 0 <= slack < math.inf):
             raise ValueError(f"token_slack must be a finite number of at least 0, got {slack!r}")
         most = self.most
         if -(-tokens // ranks) > most:
