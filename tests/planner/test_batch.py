@@ -133,7 +133,7 @@ def test_what_does_not_fit_says_what_would() -> None:
         plan_batch([100], 1 << 40)
 
 
-@pytest.mark.parametrize("slack", [8.0, 1e308, 10**400])
+@pytest.mark.parametrize("slack", [8.0, 1e308, 10**400, np.float32(8)])
 def test_any_slack_is_as_good_as_room_for_all_tokens_everywhere(slack: float) -> None:
     found = [plan_batch([100, 7, 300], 4, model=SMALL, hardware=VAST, token_slack=s) for s in (8 * 4, slack)]
     assert found[0].digest() == found[1].digest()
