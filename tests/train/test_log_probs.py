@@ -253,7 +253,7 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     hidden, weight, _, labels = given()
-    for temperature in (0.0, -1.0, math.nan, math.inf):
+    for temperature in (0.0, -1.0, math.nan, math.inf, None):
         with pytest.raises(ValueError, match=f"token_log_probs: temperature={temperature}"):
             token_log_probs(hidden, weight, labels, temperature=temperature)
     for rows, kept in ((hidden[None], labels[None]), (hidden, labels[1:]), (hidden, labels.int())):
