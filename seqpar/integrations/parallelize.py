@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from seqpar.comm import Comm
+from seqpar.integrations.adapters import check_wrapped, is_of
 
 if TYPE_CHECKING:
     from seqpar.nn.wrap import ParallelModel
@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
     _check(model, comm)
     if not sdpa:
         _check_order(model)
-        model = model.get_base_model() if _is(model, "peft", "PeftModel") else model  # type: ignore[operator]
+        model = check_wrapped(model) if is_of(model, "peft", "PeftModel") else model
     if plan is not None:
         options["plan"] = plan
     return _parallelize_of(model, sdpa, staged="spec" in options)(model, comm, **options)
@@ -57,11 +57,11 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
         from seqpar.integrations.sdpa import parallelize as of_sdpa
 
         return of_sdpa
-    if staged or (_is(model, "diffusers", "ModelMixin") and _has_spec(model)):
+    if staged or (is_of(model, "diffusers", "ModelMixin") and _has_spec(model)):
         from seqpar.dsp import parallelize as by_stages
 
         return by_stages
-    if _is(model, "transformers", "PreTrainedModel"):
+    if is_of(model, "transformers", "PreTrainedModel"):
         from seqpar.integrations.hf.fit import text_of
 
         if text_of(model) is not model:  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
         from seqpar.integrations.hf.model import parallelize as of_transformers
 
         return of_transformers
-    if _is(model, "diffusers", "ModelMixin"):
+    if is_of(model, "diffusers", "ModelMixin"):
         from seqpar.integrations.diffusers import parallelize as by_tokens
 
         return by_tokens
@@ -110,14 +110,8 @@ def _check_order(model: nn.Module) -> None:
     """Raise ValueError for a model that was wrapped too early."""
     name = type(model).__name__
     for package, wrappers in AROUND.items():
-        if any(_is(model, package, wrapper) for wrapper in wrappers):
+        if any(is_of(model, package, wrapper) for wrapper in wrappers):
             raise ValueError(
                 f"parallelize({name}): a model becomes parallel before {name} wraps it; call "
                 f"parallelize(model, comm), with average_over where gradients are averaged, and then {name}(model)"
             )
-
-
-def _is(model: object, package: str, name: str) -> bool:
-    """Whether a model is of a class of a package, which is imported if it exists."""
-    base = getattr(sys.modules.get(package), name, None) if package in sys.modules else None
-    return base is not None and isinstance(model, base)

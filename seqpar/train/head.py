@@ -160,8 +160,7 @@ def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, so
                 f"call it inside the forward of the module that fully_shard wraps, where the {kind} is whole"
             )
         if x is not None and x.device != hidden.device:
-            remedy = "load it first" if x.is_meta else "give both on one device"
-            raise ValueError(f"{who}: the {kind} is on {x.device}, hidden on {hidden.device}; {remedy}")
+            raise ValueError(f"{who}: the {kind} is on {x.device}, hidden on {hidden.device}; give both on one device")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"{who}: hidden {list(hidden.shape)}, weight {list(weight.shape)}, expected [T, E], [V, E]")
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.dtype.is_floating_point):

@@ -54,9 +54,10 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
         check_dense("all_sum", [x])
         if x.dtype == torch.bool:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
-        if x.dtype in UNSIGNED or x.is_quantized or (x.is_floating_point() and x.itemsize < 2):
-            wider = "x.long()" if x.dtype in UNSIGNED else "x.float()"
-            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give {wider}")
+        if x.dtype in UNSIGNED:
+            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.long()")
+        if x.is_quantized or (x.is_floating_point() and x.itemsize < 2):
+            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
     return ALL_SUM([x], [comm])[0]
 
 

@@ -129,6 +129,16 @@ def test_truth_values_are_summed_as_numbers() -> None:
     assert run_threads(2, rank) == [[2, 1]] * 2
 
 
+def test_unsigned_numbers_are_summed_as_wider_ones() -> None:
+    def rank(comm: Comm) -> list[int]:
+        x = torch.tensor([1, 65535], dtype=torch.uint16)
+        with advised(NotImplementedError, "give x.long()"):
+            all_sum(x, comm)
+        return all_sum(x.long(), comm).tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[2, 131070]] * 2
+
+
 def test_eight_bits_are_summed_as_wider_numbers() -> None:
     def rank(comm: Comm) -> list[float]:
         x = torch.tensor([1.5, 2.0 + comm.rank]).to(torch.float8_e4m3fn)
@@ -137,6 +147,17 @@ def test_eight_bits_are_summed_as_wider_numbers() -> None:
         return all_sum(x.float(), comm).tolist()  # type: ignore[no-any-return]
 
     assert run_threads(2, rank) == [[3.0, 5.0]] * 2
+
+
+def test_a_head_lies_where_its_rows_do() -> None:
+    hidden, labels = torch.eye(2), torch.tensor([0, 1])
+    head = nn.Linear(2, 2, device="meta")
+    with advised(ValueError, "give both on one device"):
+        linear_cross_entropy(hidden, head.weight, labels, valid=2)
+    weight = torch.zeros(2, 2)
+    with advised(ValueError, "give both on one device"):
+        linear_cross_entropy(hidden, weight, labels.to("meta"), valid=2)
+    assert linear_cross_entropy(hidden, weight, labels, valid=2).isclose(torch.tensor(2.0).log())
 
 
 def sharded(comm: Comm) -> bool:

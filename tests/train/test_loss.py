@@ -232,7 +232,7 @@ def test_a_head_on_another_device_is_named(call: Any) -> None:
     for name in ("weight", "bias"):
         there = {"weight": weight, "bias": bias}
         there[name] = there[name].to("meta")
-        with pytest.raises(ValueError, match=f"the {name} is on meta, hidden on cpu; load it first"):
+        with pytest.raises(ValueError, match=f"the {name} is on meta, hidden on cpu; give both on one device"):
             call(hidden, there["weight"], labels, bias=there["bias"])
     with pytest.raises(ValueError, match="labels on meta, hidden on cpu; give both on one device"):
         call(hidden, weight, labels.to("meta"))

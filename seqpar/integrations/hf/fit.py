@@ -339,7 +339,7 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
 
     if not is_mean(whole["logits"], probe(ids, position_ids=at[None], labels=labels[None]).get("loss")):
         return shift, "its loss is not the cross-entropy of its logits alone"
-    with _as_in_training(probe.model):
+    with _as_in_training(probe):
         out = probe(ids, position_ids=at[None], labels=labels[None])
     if out.get("logits") is not None and not is_mean(out.logits, out.get("loss")):
         return shift, "its loss in training is not the cross-entropy of its logits alone"
@@ -347,32 +347,32 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
 
 
 def _by_rows_in_training(probe: _Probe, result: str, ids: Tensor, at: Tensor, few: Tensor) -> bool:
-    """Whether rows follow their order in training mode too, without dropout and with equal random numbers."""
-    before, probe.state = probe.state, probe.state._replace(drops=False)
-    try:
-        with _as_in_training(probe.model), Deterministic({}):
-            whole, some = probe(ids, position_ids=at[None]), probe(ids[few], position_ids=few[None])
-    finally:
-        probe.state = before
+    """Whether rows follow their order in training mode too."""
+    with _as_in_training(probe):
+        whole, some = probe(ids, position_ids=at[None]), probe(ids[few], position_ids=few[None])
     given = whole.get(result), some.get(result)
     return any(rows is None for rows in given) or probe.close(given[0][:, few], given[1])
 
 
 @contextmanager
-def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """A context in which a model in eval mode is in training mode; random numbers go on afterwards as before.
+def _as_in_training(probe: _Probe) -> Iterator[None]:
+    """A context in which a model in eval mode is in training mode, but drops nothing and draws equal numbers.
 
     Neither checkpoints nor statistics of batches: the first warn without gradients, the second would change.
     """
+    model, state = probe.model, probe.state
     device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            for module in model.modules():
-                still = isinstance(module, nn.modules.batchnorm._BatchNorm)
-                module.training = not (still or getattr(module, "gradient_checkpointing", False))
+    probe.state = state._replace(drops=False)
+    try:
+        for module in model.modules():
+            still = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            module.training = not (still or getattr(module, "gradient_checkpointing", False))
+        # the numbers of other generators are drawn and go on afterwards as before
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic({}):
             yield
-        finally:
-            model.eval()
+    finally:
+        probe.state = state
+        model.eval()
 
 
 def softcap_of(model: PreTrainedModel) -> float:

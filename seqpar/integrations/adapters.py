@@ -1,0 +1,81 @@
+"""Adapters of peft on a parallel model: which of them act on all ranks alike, and which its forward cannot compute.
+
+peft's own forwards wrap the model that is parallel. What they hand to layers about the rows of a rank's batch would
+meet rows of all ranks' documents, and what they add to the loss would count once for each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+ADAPTED = (("peft.tuners.tuners_utils", "BaseTunerLayer"), ("peft.utils.other", "AuxiliaryTrainingWrapper"))
+# Keywords of the hooks by which peft tells layers about rows of the batch, and why these cannot be told.
+BY_ROW = {
+    "alora_offsets": (
+        "aLoRA begins at a token of each row, and a rank's rows are of all documents; leave alora_invocation_tokens out"
+    ),
+    "adapter_names": (
+        "adapter_names chooses an adapter for each row, and a rank's rows are of all documents; call set_adapter on "
+        "every rank"
+    ),
+}
+
+
+def check_wrapped(wrapper: Any) -> nn.Module:
+    """The model inside a PeftModel. Raises if the wrapper's forward would not go through that of the model."""
+    model: nn.Module = wrapper.get_base_model()
+    if any(is_of(module, "peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention") for module in model.modules()):
+        raise ValueError(
+            f"parallelize({type(wrapper).__name__}): an adaption prompt keeps the forward that its model had before; "
+            "call parallelize(model, comm) first, and then get_peft_model"
+        )
+    if any("CPT" in str(config.peft_type) for config in wrapper.peft_config.values()):
+        raise NotImplementedError(
+            f"parallelize({type(wrapper).__name__}): CPT computes its loss from the logits of a rank's rows, which are "
+            "of all documents, so it trains with data parallelism only"
+        )
+    return model
+
+
+def unfit_adapters(model: nn.Module, *, loss: bool) -> str:
+    """Why a forward cannot compute the model's adapters, and what to do, or "". loss: whether it has labels."""
+    if "peft" not in sys.modules:
+        return ""
+    for layer in _adapted(model):
+        for hook in layer._forward_pre_hooks.values():
+            said = hook.keywords if isinstance(hook, partial) else {}
+            for name, reason in BY_ROW.items():
+                if said.get(name) is not None:
+                    return reason
+    for config in getattr(model, "peft_config", {}).values() if loss else ():
+        if getattr(config, "orth_reg_weight", 0):
+            return (
+                f"AdaLoRA adds its orthogonal regularization (orth_reg_weight={config.orth_reg_weight}) to the loss of "
+                "every rank, so that their sum has it several times; set "
+                "orth_reg_weight=0, and if you want the term, add it divided by comm.size"
+            )
+    return ""
+
+
+def acting_adapters(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Which adapters act in layers: the different combinations of active, merged and disabled ones, in order."""
+    if "peft" not in sys.modules:
+        return []
+    names = ("active_adapters", "merged_adapters", "disable_adapters")
+    return list(dict.fromkeys(tuple(str(getattr(layer, name, None)) for name in names) for layer in _adapted(model)))
+
+
+def _adapted(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers with adapters, and whole layers that train beside them."""
+    kinds = tuple(getattr(sys.modules.get(package), name, ()) for package, name in ADAPTED)
+    return (module for module in model.modules() if isinstance(module, kinds))
+
+
+def is_of(model: object, package: str, name: str) -> bool:
+    """Whether a model is of a class of a package, which is imported if it exists."""
+    return isinstance(model, getattr(sys.modules.get(package), name, ()))
