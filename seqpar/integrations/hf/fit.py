@@ -116,8 +116,10 @@ def refusals(model: PreTrainedModel) -> list[str]:
     return reasons + dropping(model)
 
 
-def fitting(model: PreTrainedModel) -> ModelFit:
+def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
     """The findings of `refusals` and of the probe on a model that already uses seqpar's attention and mixers.
+
+    part: whether it is the base model of the user's one, which makes it.
 
     Raises: NotImplementedError naming every reason against it, or that its weights are not loaded yet.
     """
@@ -143,22 +145,23 @@ def fitting(model: PreTrainedModel) -> ModelFit:
         if not reasons:
             return fit
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
-            base, reasons = fitting(model.base_model), []
+            base, reasons = fitting(model.base_model, part=True), []
             with _quiet(model), torch.no_grad(), implementation(model, "eager"), as_written(model):
                 head = tried(model)
             if isinstance(head, AtHome):
                 return base._replace(at_home=head, result="logits", shift="none")
             reasons.append(head)
     raise NotImplementedError(
-        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}{_remedy(model, reasons)}"
+        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}{_remedy(model, reasons, part=part)}"
     )
 
 
-def _remedy(model: PreTrainedModel, reasons: list[str]) -> str:
+def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
     """A way to compute a refused model, or "". Ways by seqpar are tried before they are suggested."""
     if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
-    if len(reasons) == 1 and POOLED in reasons[0] and "add_pooling_layer" in inspect.signature(type(model)).parameters:
+    pooling = not part and "add_pooling_layer" in inspect.signature(type(model)).parameters
+    if pooling and len(reasons) == 1 and POOLED in reasons[0]:
         return "; make it with add_pooling_layer=False"
     if any(isinstance(module, BATCHES) for module in model.modules()):
         return ""  # whose result depends on the sequences that a rank has

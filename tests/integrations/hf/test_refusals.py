@@ -371,3 +371,10 @@ def test_chunks_over_holes() -> None:
         assert model(**BATCH).loss.isfinite()
         with pytest.raises(NotImplementedError, match="attends in chunks"):
             model(**holes(torch.Generator().manual_seed(3), 17))
+
+
+def test_a_model_around_a_pooler_is_not_told_to_leave_it_out() -> None:
+    sizes = {"embedding_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.AlbertConfig(vocab_size=61, intermediate_size=48, **sizes)
+    with pytest.raises(NotImplementedError, match="pooler_output.*; train it with data parallelism"):
+        seqpar.parallelize(transformers.AlbertForSequenceClassification(config).eval(), LocalComm())
