@@ -151,9 +151,8 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
             if isinstance(head, AtHome):
                 return base._replace(at_home=head, result="logits", shift="none")
             reasons.append(head)
-    raise NotImplementedError(
-        f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}{_remedy(model, reasons, part=part)}"
-    )
+    why = f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}"
+    raise NotImplementedError(why + _remedy(model, reasons, part=part))
 
 
 def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
