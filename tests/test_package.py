@@ -96,7 +96,7 @@ ORDER = {
     """,
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """
-        hf hf/config probe
+        adapters hf hf/config probe
         probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa

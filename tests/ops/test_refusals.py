@@ -205,6 +205,11 @@ BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
         NotImplementedError,
         "float8",
     ),
+    "complex numbers": (
+        lambda a: a | {n: a[n].detach().to(torch.complex64) for n in "qkv"},
+        NotImplementedError,
+        "complex64",
+    ),
     "booleans": (lambda a: a | {n: a[n].detach().bool() for n in "qkv"}, NotImplementedError, "torch.bool"),
     "devices": (changed("k", lambda k: k.to("meta")), ValueError, "one device, got cpu, meta, cpu"),
     "no values": (lambda a: a | {n: a[n].to("meta") for n in "qkv"}, NotImplementedError, "meta device"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.kernels.protocol import CallSpec, acc_dtype
+from seqpar.kernels.protocol import DTYPES, CallSpec, acc_dtype
 from seqpar.kernels.vendor.library import Library, Results
 from seqpar.kernels.vendor.varlen import VarlenCall
 
@@ -30,6 +30,8 @@ class Aten(Library):
         """Why the call is refused, or None."""
         if spec.device != "cpu":
             return f"aten runs on the CPU, q is on {spec.device}"
+        if spec.dtype not in DTYPES:
+            return f"aten has no {spec.dtype}"
         if spec.dtype != acc_dtype(spec.dtype):
             return f"aten rounds partial results of {spec.dtype}"
         if not spec.plain:

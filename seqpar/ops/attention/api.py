@@ -71,6 +71,8 @@ def attention(
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
     too once `bind` has seen them. A graph is compiled once, not once per plan.
 
+    Autocast changes nothing here: cast q, k and v as you want them, `seqpar.sdpa` and layers of models do so.
+
     Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log,
     including the sink; -inf, or the sink, for a row that sees no key). Both are differentiable. Rows that see no key,
     and pad rows, have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.

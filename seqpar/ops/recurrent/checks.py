@@ -53,8 +53,10 @@ def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             expected = " or ".join(map(str, fitting))
             raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
     _check_recurrence(name, plan)
-    if comm.check_every == "call" and decay is not None and decay.device.type == "cpu" and bool((decay > 0).any()):
-        raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(decay.max())}; give log(factor)")
+    if comm.check_every == "call" and decay is not None and decay.device.type == "cpu":
+        own = decay[: plan.layout.tokens(comm.rank)]  # pads hold anything
+        if bool((own > 0).any()):
+            raise ValueError(f"{name}: decay holds logarithms at or below 0, got {float(own.max())}; give log(factor)")
 
 
 def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
@@ -77,9 +79,10 @@ def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"{name}: {title} must be floating {expected} on {update.device}, got {got!s:.200}")
     _check_recurrence(name, plan)
-    if comm.check_every == "call" and update.device.type == "cpu" and rows:
-        ends = [decay.new_ones(())] if rates is None else torch.aminmax(rates, dim=1)
-        worst = float(torch.stack([d * r for d in torch.aminmax(decay, dim=0) for r in ends]).max())
+    own = decay[: plan.layout.tokens(comm.rank)]  # pads hold anything
+    if comm.check_every == "call" and update.device.type == "cpu" and len(own):
+        ends = [own.new_ones(())] if rates is None else torch.aminmax(rates, dim=1)
+        worst = float(torch.stack([d * r for d in torch.aminmax(own, dim=0) for r in ends]).max())
         if worst > 0:
             raise ValueError(
                 f"{name}: decay, times rates, holds logarithms at or below 0, got {worst}; give log(factor)"

@@ -348,3 +348,23 @@ def test_tokens_that_forget_everything(channel, delta, travel) -> None:
             for got in run_threads(ranks, forgetful, channel, delta, kernel, travel):
                 for x, y in zip(got, expected, strict=True):
                     torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_decays_of_pads_are_not_checked() -> None:
+    plan = Plan(Mask([6]), seqpar.Layout.contiguous(6, 2), rows=4)
+
+    def rank(comm: Comm) -> None:
+        x, decay, rates = torch.ones(4, 2), -torch.ones(4, 2), -torch.ones(2, 3)
+        decay[3] = 1.0
+        rows = x[..., None]
+        assert recurrent.linear_attention(rows, rows, rows, plan, comm, decay=decay).isfinite().all()
+        assert recurrent.channel_scan(x, decay, plan, comm).isfinite().all()
+        keys = torch.ones(4, 3)
+        assert recurrent.channel_scan(x, -decay, plan, comm, rates=rates, keys=keys, queries=keys).isfinite().all()
+        decay[2] = 1.0
+        with pytest.raises(ValueError, match="holds logarithms at or below 0, got 1.0"):
+            recurrent.linear_attention(rows, rows, rows, plan, comm, decay=decay)
+        with pytest.raises(ValueError, match="holds logarithms at or below 0, got 1.0"):
+            recurrent.channel_scan(x, decay, plan, comm)
+
+    run_threads(2, rank)
