@@ -95,13 +95,8 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
         return None
     tokens = int(rows.edges[-1])
     name, starts = next(iter(given.items()))
-    if (
-        starts.ndim != 1
-        or starts.size < 1
-        or starts[0] != 0
-        or starts[-1] != tokens
-        or (np.diff(starts.astype(np.int64)) < 0).any()
-    ):
+    ends = [0, tokens]
+    if starts.ndim != 1 or [*starts[:1], *starts[-1:]] != ends or (np.diff(starts.astype(np.int64)) < 0).any():
         raise ValueError(f"{name} must ascend from 0 to the batch's {tokens} tokens, got {starts!r:.200}")
     if len(rows.edges) != 2:
         raise ValueError(f"{name} belongs to one packed row [1, T] or [T], got {len(rows.edges) - 1} rows")
@@ -112,8 +107,8 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
         raise ValueError(f"{name} beside an attention_mask with zeros: gives the documents twice; give only {name}")
     longest = int(np.diff(starts.astype(np.int64)).max(initial=0))
     for other in LONGEST:
-        said = rows.entries.get(other, longest)
-        if np.size(said := _array(said)) != 1 or np.reshape(said, ()) != longest:
+        said = _array(rows.entries.get(other, longest))
+        if np.size(said) != 1 or np.reshape(said, ()) != longest:
             raise ValueError(f"{other} is {said!r:.200}, the longest document of {name} has {longest} tokens")
     return starts.astype(np.int64)
 

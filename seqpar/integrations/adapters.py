@@ -7,7 +7,7 @@ meet rows of all ranks' documents, and what they add to the loss would count onc
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,19 @@ BY_ROW = {
 }
 
 
-def check_wrapped(wrapper: Any) -> nn.Module:
-    """The model inside a PeftModel. Raises if the wrapper's forward would not go through that of the model."""
-    model: nn.Module = wrapper.get_base_model()
+def unwrapped(wrapper: Any) -> nn.Module:
+    """The model inside a PeftModel; any other model itself.
+
+    Raises: ValueError or NotImplementedError if peft's forward would not go through that of the model, or reads rows.
+    """
+    within = is_of(wrapper, "peft", "PeftModel")
+    model: nn.Module = wrapper.get_base_model() if within else wrapper
     if any(is_of(module, "peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention") for module in model.modules()):
         raise ValueError(
             f"parallelize({type(wrapper).__name__}): an adaption prompt keeps the forward that its model had before; "
             "call parallelize(model, comm) first, and then get_peft_model"
         )
-    if any("CPT" in str(config.peft_type) for config in wrapper.peft_config.values()):
+    if within and any("CPT" in str(config.peft_type) for config in wrapper.peft_config.values()):
         raise NotImplementedError(
             f"parallelize({type(wrapper).__name__}): CPT computes its loss from the logits of a rank's rows, which are "
             "of all documents, so it trains with data parallelism only"
@@ -42,11 +46,15 @@ def check_wrapped(wrapper: Any) -> nn.Module:
     return model
 
 
-def unfit_adapters(model: nn.Module, *, loss: bool) -> str:
-    """Why a forward cannot compute the model's adapters, and what to do, or "". loss: whether it has labels."""
-    if "peft" not in sys.modules:
-        return ""
-    for layer in _adapted(model):
+def adapted(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that have adapters, and whole layers that train beside them."""
+    kinds = tuple(filter(None, (getattr(sys.modules.get(package), name, None) for package, name in ADAPTED)))
+    return [module for module in model.modules() if isinstance(module, kinds)] if kinds else []
+
+
+def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], *, loss: bool) -> str:
+    """Why a forward cannot compute these layers of a model, and what to do, or "". loss: whether it has labels."""
+    for layer in layers:
         for hook in layer._forward_pre_hooks.values():
             said = hook.keywords if isinstance(hook, partial) else {}
             for name, reason in BY_ROW.items():
@@ -56,24 +64,16 @@ def unfit_adapters(model: nn.Module, *, loss: bool) -> str:
         if getattr(config, "orth_reg_weight", 0):
             return (
                 f"AdaLoRA adds its orthogonal regularization (orth_reg_weight={config.orth_reg_weight}) to the loss of "
-                "every rank, so that their sum has it several times; set "
-                "orth_reg_weight=0, and if you want the term, add it divided by comm.size"
+                "every rank, so that their sum has it several times; set orth_reg_weight=0, and if you want the term, "
+                "add it divided by comm.size"
             )
     return ""
 
 
-def acting_adapters(model: nn.Module) -> list[tuple[Any, ...]]:
+def acting_adapters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:
     """Which adapters act in layers: the different combinations of active, merged and disabled ones, in order."""
-    if "peft" not in sys.modules:
-        return []
     names = ("active_adapters", "merged_adapters", "disable_adapters")
-    return list(dict.fromkeys(tuple(str(getattr(layer, name, None)) for name in names) for layer in _adapted(model)))
-
-
-def _adapted(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers with adapters, and whole layers that train beside them."""
-    kinds = tuple(getattr(sys.modules.get(package), name, ()) for package, name in ADAPTED)
-    return (module for module in model.modules() if isinstance(module, kinds))
+    return list(dict.fromkeys(tuple(str(getattr(layer, name, None)) for name in names) for layer in layers))
 
 
 def is_of(model: object, package: str, name: str) -> bool:

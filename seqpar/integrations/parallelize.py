@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from seqpar.comm import Comm
-from seqpar.integrations.adapters import check_wrapped, is_of
+from seqpar.integrations.adapters import is_of, unwrapped
 
 if TYPE_CHECKING:
     from seqpar.nn.wrap import ParallelModel
@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
     _check(model, comm)
     if not sdpa:
         _check_order(model)
-        model = check_wrapped(model) if is_of(model, "peft", "PeftModel") else model
+        model = unwrapped(model)
     if plan is not None:
         options["plan"] = plan
     return _parallelize_of(model, sdpa, staged="spec" in options)(model, comm, **options)

@@ -143,3 +143,21 @@ def test_embeddings_scaled_by_the_mask_tokens_of_a_row_are_refused(token_dropout
     else:
         with seqpar.parallelize(model, LocalComm()):
             assert torch.allclose(model(input_ids=ids).logits, alone)
+
+
+def test_a_term_beside_the_loss_of_a_head_that_stays_at_home_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=61, pad_token_id=0, num_labels=3, **sizes)
+    adapters = peft.AdaLoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS", init_r=4, target_r=2, total_step=10)
+    model = peft.get_peft_model(transformers.LlamaForSequenceClassification(config), adapters)
+    with seqpar.parallelize(model, LocalComm()):
+        assert model(input_ids=IDS).logits.isfinite().all()
+        with pytest.raises(NotImplementedError, match="AdaLoRA adds its orthogonal regularization"):
+            model(input_ids=IDS, labels=torch.tensor([0, 2]))
+
+
+def test_the_model_inside_an_adaption_prompt_is_refused_too() -> None:
+    model = build("llama")
+    peft.get_peft_model(model, peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1))
+    with pytest.raises(ValueError, match="an adaption prompt keeps the forward that its model had before"):
+        seqpar.parallelize(model, LocalComm())

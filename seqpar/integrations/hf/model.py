@@ -31,7 +31,7 @@ from seqpar.data.host import moved, read_entries
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
-from seqpar.integrations.adapters import acting_adapters, unfit_adapters
+from seqpar.integrations.adapters import acting_adapters, adapted, unfit_adapters
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
     ACCURACY,
@@ -386,7 +386,10 @@ class ParallelTransformer(ParallelModel):
         arguments, error = self._arguments(module, args, named)
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in arguments for name in ("labels", "shift_labels"))
-        head = self._head
+        head, layers = self._head, adapted(self.model)
+        labelled = labels or (head is not None and head.labels is not None)
+        if error is None and (unfit := unfit_adapters(self.model, layers, loss=labelled)):
+            error = NotImplementedError(f"{type(module).__name__}: {unfit}")
         hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
         count = None
@@ -400,10 +403,9 @@ class ParallelTransformer(ParallelModel):
         routers = bool(arguments.get(ASKED))
         state = self._planner.state()
         facts = {
-            "labels": labels or (head is not None and head.labels is not None), "training": training,
+            "labels": labelled, "training": training, "adapters": acting_adapters(layers),
             "output_hidden_states": hidden_states, ASKED: routers,
             "num_items_in_batch": count, "autocast": autocast_dtype(state.device),
-            "adapters": acting_adapters(self.model),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
@@ -497,9 +499,6 @@ class ParallelTransformer(ParallelModel):
                 f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "
                 "documents; leave neftune_noise_alpha out"
             )
-        labelled = any(name in arguments for name in OF_LOSS)
-        if unfit := unfit_adapters(self.model, loss=labelled):
-            return arguments, NotImplementedError(f"{who}: {unfit}")
         if self._head is not None and self._head.error is not None:
             return arguments, self._head.error
         if self._head is None and self.fit.pooled:

@@ -71,7 +71,7 @@ def attention(
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
     too once `bind` has seen them. A graph is compiled once, not once per plan.
 
-    Autocast does not cast q, k and v here, as it does in `seqpar.sdpa` and in layers of models; cast them yourself.
+    Unlike `seqpar.sdpa` and layers of models, it takes q, k and v as they are under autocast; cast them yourself.
 
     Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log,
     including the sink; -inf, or the sink, for a row that sees no key). Both are differentiable. Rows that see no key,
