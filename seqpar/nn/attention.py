@@ -10,7 +10,7 @@ from seqpar.nn.source import LayerPlan
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
-from seqpar.ops.core.autocast import autocast
+from seqpar.ops.core.autocast import autocasts
 
 if TYPE_CHECKING:
     from seqpar.comm import Comm
@@ -94,13 +94,12 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan | Tensor | None,
         comm: Comm | None, seed: int | None,
     ) -> Tensor:  # fmt: skip
-        q, k, v = autocast(q), autocast(k), autocast(v)
         dropout = self.dropout if self.training else 0.0
         options = Options(
             self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, self.accuracy, False
         )  # fmt: skip
         given = [] if plan is None else [plan] if comm is None else [plan, comm]
-        return ATTENTION((q, k, v, sinks, slopes), [self.source, *given], *options)[0]
+        return ATTENTION((*autocasts([q, k, v]), sinks, slopes), [self.source, *given], *options)[0]
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults."""

@@ -53,6 +53,24 @@ def is_right(model: nn.Module, **more: Any) -> bool:
     return loss_of(model, **more) == pytest.approx(LOSS, rel=1e-5)
 
 
+def test_models_get_configs_of_their_own() -> None:
+    config = copy.deepcopy(build("llama").config)
+
+    def made(config: Any, attention: str) -> nn.Module:
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention)
+        model.load_state_dict(build("llama").state_dict())
+        return model
+
+    model, reference = made(config, "seqpar"), made(config, "eager")
+    expected = reference(**ROW).logits
+    with seqpar.parallel(PLAN, LocalComm()):
+        with advised(ValueError, "give each model a copy.deepcopy(config) of its own"):
+            model(**ROW)
+        model, reference = made(copy.deepcopy(config), "seqpar"), made(copy.deepcopy(config), "eager")
+        torch.testing.assert_close(model(**ROW).logits, expected)
+        assert torch.equal(reference(**ROW).logits, expected)
+
+
 def test_a_registered_model_is_made_parallel_or_given_rows_and_a_plan() -> None:
     model = llama("seqpar")
     with advised(

@@ -192,18 +192,46 @@ def test_backward_passes_of_one_graph_do_not_meet(transport) -> None:
     torch.testing.assert_close(torch.cat(run_threads(4, skewed_backwards, plan)), q.grad, rtol=1e-10, atol=1e-10)
 
 
-# --- the accumulation dtype -------------------------------------------------------------------------------------------
+# --- autocast ---------------------------------------------------------------------------------------------------------
 
 
-def autocast(comm: Comm, plan: Plan, kernel: str, enabled: bool) -> list[Tensor]:
+def autocast(comm: Comm, plan: Plan, dtype: torch.dtype, kernel: str, enabled: bool) -> list[Tensor]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-        return step(comm, plan, (4, 2), (4, 4), 0, torch.float32, kernel=kernel)
+        return step(comm, plan, (4, 2), (4, 4), 0, dtype, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "blockwise", "reference"])
-def test_autocast_does_not_round_what_is_accumulated(kernel) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_autocast_does_not_round_what_is_accumulated(dtype, kernel) -> None:
     plan = Case("packed", "striped", "ring", 2, 1, (9, 30, 2)).plan()
-    assert_same_bits(run_threads(2, autocast, plan, kernel, True), run_threads(2, autocast, plan, kernel, False))
+    assert_same_bits(
+        run_threads(2, autocast, plan, dtype, kernel, True), run_threads(2, autocast, plan, dtype, kernel, False)
+    )
+
+
+def cast_and_attended(comm: Comm, plan: Plan, rows: list[Tensor], sinks: Tensor, by_hand: bool) -> list[Tensor]:
+    leaves = [seqpar.shard(x, plan, comm.rank).requires_grad_() for x in rows]
+    leaves.append(sinks.clone().requires_grad_())
+    cast = [x.bfloat16() for x in leaves[:3]] if by_hand else leaves[:3]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not by_hand):
+        out, lse = seqpar.attention(*cast, plan, comm, sinks=leaves[3], return_lse=True)
+    (out.float().square().sum() + lse.sum()).backward()
+    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("float32", "bfloat16", "float32"), ("float16",) * 3])
+def test_autocast_casts_queries_keys_and_values_as_torch_does(dtypes) -> None:
+    plan, g = Case("packed", "striped", "ring", 2, 1, (9, 30, 2)).plan(), torch.Generator().manual_seed(0)
+    rows = [torch.randn(41, h, 4, generator=g).to(getattr(torch, t)) for h, t in zip((4, 2, 2), dtypes, strict=True)]
+    sinks = torch.randn(4, generator=g)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        heads = (x.transpose(0, 1) for x in rows)
+        expected = torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True).dtype
+    got, by_hand = (run_threads(2, cast_and_attended, plan, rows, sinks, hand) for hand in (False, True))
+    assert all(torch.equal(a, b) for mine, cast in zip(got, by_hand) for a, b in zip(mine, cast, strict=True))
+    for out, lse, *grads in got:
+        assert (out.dtype, lse.dtype) == (expected, torch.float32)
+        assert [x.dtype for x in grads] == [*(x.dtype for x in rows), torch.float32]
 
 
 # --- what is not finite -----------------------------------------------------------------------------------------------

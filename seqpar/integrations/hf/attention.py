@@ -29,7 +29,6 @@ from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.op import calls
-from seqpar.ops.core.autocast import autocast
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 
@@ -223,8 +222,7 @@ def attention_function(
         )
     dropout = dropped(dropout)
     seed = _seed(module, attention_mask) if dropout else None
-    # rotary embeddings leave queries and keys wider than values
-    q, k, v = (autocast(x[0].transpose(0, 1)) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention(
         q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
         dropout_seed=seed, accuracy=module.__dict__.get(ACCURACY, "exact"),
@@ -262,6 +260,33 @@ def without_seed(module: nn.Module) -> NotImplementedError:
 
 # --- models that never ask for it -----------------------------------------------------------------------------------
 
+MADE = "_seqpar_made"  # on models: whether they were made for `KEY`, or told to use it, whatever their config says now
+
+
+def marked(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that gives models their attention, which notes on each model whether that is `KEY`."""
+
+    @wraps(method)
+    def give(model: PreTrainedModel, *args: Any, **named: Any) -> None:
+        method(model, *args, **named)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                part.__dict__[MADE] = part.config._attn_implementation == KEY
+
+    give._seqpar_former = method  # type: ignore[attr-defined]
+    return give
+
+
+@uncompiled
+def _refuse_switched(model: PreTrainedModel) -> None:
+    """Raise ValueError if a model made for `KEY`, whose config names another attention, is given a plan's rows."""
+    if _rows_of_a_plan(model):
+        raise ValueError(
+            f"{type(model).__name__} was made with attn_implementation={KEY!r}, and its config now says "
+            f"{model.config._attn_implementation!r}: it would see this rank's rows alone. A second model that shares "
+            "the config object has changed it; give each model a copy.deepcopy(config) of its own"
+        )
+
 
 def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     """A call of any model: `nn.Module.__call__`, inside `asking` for models loaded with `KEY`.
@@ -269,9 +294,11 @@ def called(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     It replaces `PreTrainedModel.__call__`, so other modules are not affected. torch's global module hooks would slow
     down every module and become part of every compiled graph.
     """
-    if getattr(model.__dict__.get("config"), "_attn_implementation", None) != KEY:
-        return nn.Module.__call__(model, *args, **named)
-    return asking(model, *args, **named)
+    if getattr(model.__dict__.get("config"), "_attn_implementation", None) == KEY:
+        return asking(model, *args, **named)
+    if model.__dict__.get(MADE):
+        _refuse_switched(model)
+    return nn.Module.__call__(model, *args, **named)
 
 
 @partial(torch.compiler.disable, recursive=False)
@@ -317,6 +344,7 @@ def _rows_of_a_plan(model: PreTrainedModel) -> bool:
 # --- the registries of transformers, which are global to the process ------------------------------------------------
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
+GIVING = ("__init__", "set_attn_implementation")  # methods of `PreTrainedModel` that say which attention a model uses
 _entered: dict[str, tuple[int, list[Any]]] = {}  # key -> number of its models, former registry entries
 
 
@@ -403,8 +431,8 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     own = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
     with ExitStack() as stack:
         for module in model.modules():
-            if module.__dict__.get(OCCUPIED):
-                stack.enter_context(replaced(module, {OCCUPIED: False}))
+            for mark in {OCCUPIED, MADE} & module.__dict__.keys():
+                stack.enter_context(replaced(module, {mark: False}))
         for config in [inner for outer in own.values() for inner, _ in nested(outer, outer)]:
             stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
             config._attn_implementation_internal = name
@@ -420,11 +448,14 @@ def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTr
 
 
 def register() -> None:
-    """Enter the key in the registries and `called` in `PreTrainedModel`. Importing this module does so."""
+    """Enter the key in the registries, `called` and `marked` in `PreTrainedModel`, as importing this module does."""
     AttentionInterface.register(KEY, attention_function)
     AttentionMaskInterface.register(KEY, mask_of)
     if "__call__" not in PreTrainedModel.__dict__:  # else it is registered, perhaps inside a wrapper
         PreTrainedModel.__call__ = called
+    for name in GIVING:
+        if not hasattr(getattr(PreTrainedModel, name), "_seqpar_former"):
+            setattr(PreTrainedModel, name, marked(getattr(PreTrainedModel, name)))
 
 
 def unregister() -> None:
@@ -433,6 +464,10 @@ def unregister() -> None:
         registry._global_mapping.pop(KEY, None)
     if PreTrainedModel.__dict__.get("__call__") is called:
         del PreTrainedModel.__call__
+    for name in GIVING:
+        method = PreTrainedModel.__dict__[name]
+        if hasattr(method, "_seqpar_former"):
+            setattr(PreTrainedModel, name, method._seqpar_former)
 
 
 register()

@@ -289,7 +289,7 @@ class Rerouting(TorchFunctionMode):
         self.calls += 1
         if self.tries:
             self._notice()
-        q, k, v = (_dense(autocast(x)) for x in (q, k, v))
+        q, k, v = map(_dense, (q, k, v))
         return attention(
             q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed, accuracy=self.accuracy
         )

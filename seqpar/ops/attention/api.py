@@ -10,6 +10,7 @@ from seqpar.comm import Comm
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
 from seqpar.ops.attention.source import values_of
+from seqpar.ops.core.autocast import autocasts
 from seqpar.plan import Plan
 
 Accuracy = Literal["exact", "fast"]
@@ -71,7 +72,7 @@ def attention(
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
     too once `bind` has seen them. A graph is compiled once, not once per plan.
 
-    Unlike `seqpar.sdpa` and layers of models, it takes q, k and v as they are under autocast; cast them yourself.
+    Under autocast q, k and v are cast as for torch's own attention: all but float64, to autocast's dtype.
 
     Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log,
     including the sink; -inf, or the sink, for a row that sees no key). Both are differentiable. Rows that see no key,
@@ -88,5 +89,5 @@ def attention(
     """
     values = values_of("attention", plan, comm)
     options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse)
-    out, lse = ATTENTION((q, k, v, sinks, alibi_slopes), values, *options)
+    out, lse = ATTENTION((*autocasts([q, k, v]), sinks, alibi_slopes), values, *options)
     return (out, lse.t()) if return_lse else out

@@ -1,4 +1,4 @@
-"""Autocast as in torch's own attention: one rule for layers, rerouted calls and transformers models."""
+"""Autocast as in torch's own attention: one rule for verbs, layers and models of other libraries."""
 
 from __future__ import annotations
 

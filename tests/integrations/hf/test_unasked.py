@@ -232,3 +232,33 @@ def test_models_of_other_names_are_one_graph_as_ever() -> None:
     model = Around(build("llama", num_hidden_layers=1))
     torch.compile(model, backend=counter, fullgraph=True)(**ROW)
     assert counter.frame_count == 1
+
+
+# --- a config that two models share -----------------------------------------------------------------------------------
+
+
+def test_a_second_model_that_changes_a_shared_config_is_named_by_the_first() -> None:
+    config = copy.deepcopy(build("llama").config)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=keys.KEY)
+    reference = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    expected = reference(**ROW).logits
+    with seqpar.parallel(PLAN, LocalComm()):
+        with pytest.raises(ValueError, match="LlamaForCausalLM was made with .* now says 'eager'"):
+            model(**ROW)
+        with pytest.raises(ValueError, match="LlamaModel was made with"):
+            model.model(**ROW)
+        assert torch.equal(reference(**ROW).logits, expected)
+    model(**ROW)  # without a plan these rows are the whole input
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_a_model_that_is_told_to_use_another_attention_may(name: str) -> None:
+    model = llama()
+    model.set_attn_implementation(name)
+    expected = model(**ROW).logits
+    with seqpar.parallel(PLAN, LocalComm()):
+        assert torch.equal(model(**ROW).logits, expected)
+    model.set_attn_implementation(keys.KEY)
+    model.config._attn_implementation = name
+    with seqpar.parallel(PLAN, LocalComm()), pytest.raises(ValueError, match=f"its config now says '{name}'"):
+        model(**ROW)
