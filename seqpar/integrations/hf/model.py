@@ -405,7 +405,7 @@ class ParallelTransformer(ParallelModel):
         facts = {
             "labels": labelled, "training": training, "adapters": acting_adapters(layers),
             "output_hidden_states": hidden_states, ASKED: routers,
-            "num_items_in_batch": count, "autocast": autocast_dtype(state.device),
+            "num_items_in_batch": count, "dtype": self.model.dtype, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"

@@ -143,7 +143,7 @@ def test_a_model_that_changes_on_one_rank_between_batches_is_an_error_on_all(nam
     run_threads(2, rank)
 
 
-def test_autocast_and_recomputation_on_one_rank_are_named() -> None:
+def test_autocast_recomputation_and_a_dtype_on_one_rank_are_named() -> None:
     def rank(comm: Comm) -> None:
         asking(comm)
         model = copy.deepcopy(MODELS["llama"])
@@ -155,6 +155,9 @@ def test_autocast_and_recomputation_on_one_rank_are_named() -> None:
             if comm.rank:
                 model.gradient_checkpointing_enable()
             with pytest.raises(ValueError, match="ranks differ in gradient checkpointing"):
+                model(**batch(comm.rank, 9))
+            model.to(torch.bfloat16 if comm.rank else torch.float32)
+            with pytest.raises(ValueError, match="ranks differ in dtype: torch.float32 on rank 0; torch.bfloat16 on r"):
                 model(**batch(comm.rank, 9))
 
     run_threads(2, rank)
