@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm
 from seqpar.dsp.form import Form, form_of
@@ -34,6 +33,7 @@ from seqpar.facts.mask import Mask
 from seqpar.ops import switch_all as exchange
 from seqpar.ops import unshard
 from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.collective_op import refuse_double_backward
 from seqpar.ops.move.switch import Switching, start_switch
 from seqpar.plan import Plan
 
@@ -207,8 +207,8 @@ class _SplitReplicated(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward('split with grad="replicated"')
         plan, comm, at = ctx.back
         return None, unshard(dy, plan, comm, dim=at), None, None, None
 
@@ -225,8 +225,8 @@ class _UnshardAlike(torch.autograd.Function):
         return unshard(x, plan, comm, dim=at)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("a gather whose result all ranks use alike")
         return dy.narrow(*ctx.mine), None, None, None, None
 
 

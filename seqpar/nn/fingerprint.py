@@ -48,16 +48,21 @@ def hashed(x: object) -> int:
     """A 63-bit fingerprint; different tensors almost never collide. 0 for an empty tensor or a DTensor."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
         return 0
-    return int(torch.hash_tensor(x.detach()).view(torch.int64))  # type: ignore[attr-defined]
+    return int(torch.hash_tensor(_bits(x)).view(torch.int64))  # type: ignore[attr-defined]
 
 
 def ordered(x: Tensor) -> int:
     """`hashed`, with the places of elements: the same elements in another order have another fingerprint."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:
         return 0
-    x = x.detach().resolve_conj().resolve_neg()
-    x = torch.view_as_real(x) if x.is_complex() else x
-    bits = x.contiguous().reshape(-1).view(_WHOLE[x.element_size()]).long()
+    bits = _bits(x).reshape(-1).long()
     places = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
     # odd factors, spread over all bits; the sum wraps
     return int((bits * (places * 0x1E3779B97F4A7C15)).sum())
+
+
+def _bits(x: Tensor) -> Tensor:
+    """A tensor's memory as integers: hashes and sums have no kernels for every dtype."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.contiguous().view(_WHOLE[x.element_size()])

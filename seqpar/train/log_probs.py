@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from seqpar.ops.core.collective_op import refuse_double_backward
 from seqpar.train.head import Head, blocks, capped, check_head, check_labels, check_rows, finish
 
 
@@ -111,8 +111,8 @@ class _TokenLogProbs(torch.autograd.Function):
         return (log_probs, entropies) if o.entropy else log_probs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_log_probs: Tensor | None, d_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("token_log_probs")
         o, (d_hidden, *again) = ctx.options, ctx.saved_tensors
         if d_hidden is not None and d_entropies is None:
             assert d_log_probs is not None

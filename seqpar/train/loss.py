@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from seqpar.kernels import acc_dtype
+from seqpar.ops.core.collective_op import refuse_double_backward
 from seqpar.train.head import Gradients, Head, blocks, capped, check_head, check_labels, check_rows, finish
 
 
@@ -181,8 +181,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / valid * average_over
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_cross_entropy")
         scale = grad / ctx.valid * ctx.average_over
         pairs = zip(ctx.saved_tensors, ctx.dtypes)
         found = (None if x is None else (x.to(scale.dtype) * scale).to(dtype) for x, dtype in pairs)

@@ -682,6 +682,27 @@ def test_tensors_without_rows_of_memory_are_refused_by_every_verb() -> None:
             assert text.startswith("NotImplementedError: ") and expected in text, (way, text)
 
 
+def test_an_unusual_tensor_of_one_rank_is_refused_on_both() -> None:
+    def on_a_rank(comm: Comm) -> dict[str, str]:
+        found, x = {}, torch.ones(6, 2, 4)
+        for name, verb in verbs_of(comm).items():
+            for kind, make in KINDS.items():
+                try:
+                    verb(x if comm.rank else make(x))
+                except Exception as error:
+                    found[f"{name} {kind}"] = str(error)
+            verb(x)
+        return found
+
+    first, second = run_threads(2, on_a_rank, timeout=10)
+    assert len(first) == len(verbs_of(LocalComm())) * len(KINDS)
+    for way, text in first.items():
+        assert (
+            "expected dense tensors" in text
+            and f"rank 0 refused its arguments: NotImplementedError: {text}" in second[way]
+        )
+
+
 def dead(comm: Comm) -> bool:
     if comm.rank == 0:
         comm.abort("a test")

@@ -28,6 +28,7 @@ from seqpar.nn.wrap import Around, replaced
 
 _making = threading.Lock()  # the generator is one for all threads
 VOCABULARY, WIDTH, EXPERTS = 64, 48, 4
+WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # torch's, around modules that compute the same
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
@@ -62,7 +63,7 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
         twin = _made(model)
     except Exception as error:
         raise unlike(model, where, f"a small one of its config failed: {type(error).__name__}: {error}") from error
-    if other := sorted({_name(m) for m in model.modules()} - {_name(m) for m in twin.modules()}):
+    if other := sorted({_name(m) for m in model.modules()} - {_name(m) for m in twin.modules()} - WRAPPERS):
         raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
     with ExitStack() as stack:
         for mixer in mixers(twin):

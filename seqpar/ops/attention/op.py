@@ -31,7 +31,7 @@ from seqpar.ops.attention.signature import Options, Signature, check_tensors, si
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense
 from seqpar.ops.core.device import on_device
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import some_of
@@ -76,6 +76,7 @@ def _agreed(
     check_comm("attention", comm)
     number = comm.next_call()
     with agreement("attention", comm) as agreed:
+        check_dense("attention", (q, k, v, sinks, slopes))
         check_tensors(q, k, v, sinks, slopes, plan, comm)
         signature = signature_of(q, k, v, sinks, slopes, options, grads)
         recipe = plan.known((comm.rank, signature)) or _first(plan, comm, signature)

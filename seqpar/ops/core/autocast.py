@@ -12,12 +12,14 @@ from torch import Tensor
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """The dtype of autocast on devices of this kind, None if it is off."""
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch knows no autocast of meta tensors
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def no_autocast(kind: str) -> AbstractContextManager[None]:
     """A context without autocast on devices of this kind: it would round products of the accumulation dtype."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return nullcontext() if autocast_dtype(kind) is None else torch.autocast(kind, enabled=False)
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class CollectiveOp:
     tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
     grads, needs), for any other, returns the gradients of the first tensors; the rest have none. checks: whether a call
-    refuses what no verb takes; False where the verb has done so, inside `errors_on_all_ranks`.
+    refuses transforms, and leaves it to `run` to refuse what is not dense; False where the verb has done both.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class CollectiveOp:
         """The results."""
         if self.checks:
             refuse_transforms(self.name)
-            check_dense(self.name, tensors)
+            if not all(map(is_dense, tensors)):  # no dispatcher takes them; `run` refuses them on all ranks
+                return self._unrecorded(tensors, values, *options, [False] * len(tensors))[0]  # type: ignore[no-any-return]
         grads = requirements(tensors)
         if in_graph(*tensors):
             named = handles(*values)
@@ -177,10 +178,16 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
     return [getattr(x, "requires_grad", False) for x in tensors]
 
 
+def is_dense(x: object) -> bool:
+    """Whether this is no nested and no sparse tensor."""
+    return not isinstance(x, Tensor) or not (x.is_nested or x.layout is not STRIDED)
+
+
 def check_dense(what: str, tensors: Sequence[object]) -> None:
     """Raise NotImplementedError for nested and sparse tensors."""
     for x in tensors:
-        if isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED):
+        if not is_dense(x):
+            assert isinstance(x, Tensor)
             kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
             raise NotImplementedError(
                 f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "
@@ -215,8 +222,7 @@ class _Eager(torch.autograd.Function):
         if ctx.op.adjoint is not None:
             op, options = ctx.way_back
             return (None, None, None, *_placed(ctx, op([grads[n] for n in ctx.needed], [ctx.record], *options)))
-        if torch.is_grad_enabled():
-            raise no_double_backward(ctx.op.name)
+        refuse_double_backward(ctx.op.name)
         stamp, *saved = ctx.saved_tensors
         if stamp.data_ptr() != ctx.stamp.data_ptr():  # equal pointers: nothing came between
             check_stamp(ctx.op.name, ctx.record.comm, int(ctx.stamp), stamp)
@@ -250,8 +256,7 @@ class _InGraph(torch.autograd.Function):
             op, options = ctx.way_back
             found, _ = op.dispatch([grads[n] for n in ctx.needed], [ctx.ticket], *options, [False] * len(ctx.needed))
             return (None, None, None, *_placed(ctx, found))
-        if torch.is_grad_enabled():
-            raise no_double_backward(ctx.op.name)
+        refuse_double_backward(ctx.op.name)
         *saved, ticket = ctx.saved_tensors
         if ctx.record is not None and type(ticket) is Tensor:
             again = carried(ticket)[0].record
@@ -287,9 +292,13 @@ def refuse_capture(what: str) -> None:
         )
 
 
-def no_double_backward(what: str) -> NotImplementedError:
-    """The error for differentiating a backward."""
-    return NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
+def refuse_double_backward(what: str) -> None:
+    """Raise NotImplementedError in a backward that is recorded to be differentiated again.
+
+    `once_differentiable` of torch would leave this part out of second derivatives that also flow another way.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
 
 
 def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call
-from seqpar.ops.core.collective_op import CollectiveOp
+from seqpar.ops.core.collective_op import CollectiveOp, check_dense
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import MoveRecord, Moves, move_rows
 from seqpar.plan import Plan
@@ -71,6 +71,7 @@ def _run(
     plan, comm = plan_and_comm("fetch", values)
     number = comm.next_call()
     with agreement("fetch", comm) as call:
+        check_dense("fetch", xs)
         check_plan("fetch", plan, comm)
         _check_tensors(xs, plan.rows(comm.rank, "kv"), comm.rank)
         moves = plan.memo(("fetch", comm.rank), lambda: _moves(plan, comm.rank))

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
-from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense, refuse_tangents, requirements
+from seqpar.ops.core.collective_op import (
+    CollectiveOp,
+    Record,
+    check_dense,
+    refuse_double_backward,
+    refuse_tangents,
+    requirements,
+)  # fmt: skip
 from seqpar.ops.core.handles import checked_values, in_graph
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import Message, Place, post
@@ -319,8 +325,8 @@ class _Start(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("a switch begun ahead")
         by_number = dict(zip(ctx.way.needed, ctx.way.finish_back(), strict=True))
         return None, *(by_number.get(n) for n in range(ctx.count))
 
@@ -336,7 +342,7 @@ class _Finish(torch.autograd.Function):
         return ys
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("a switch begun ahead")
         ctx.way.post_back(dys)
         return None, *dys

@@ -20,7 +20,7 @@ from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.attention.source import plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import Tensors
+from seqpar.ops.core.collective_op import Tensors, check_dense
 from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent import blocks, whole
@@ -71,6 +71,7 @@ def computed(
     plan, comm = plan_and_comm(name, values)
     number, threads = comm.next_call(), most_threads(name, comm)
     with agreement(name, comm) as agreed:
+        check_dense(name, tensors)
         asked = ask(plan, comm, threads)
         check_travel(name, travel, LAYER_WAYS)
         v, (*_, rates, initial) = tensors[2], tensors

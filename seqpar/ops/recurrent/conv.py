@@ -26,7 +26,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
@@ -150,6 +150,7 @@ def _conv(
     (x, weight, bias), (plan, comm) = tensors, plan_and_comm("causal_conv1d", values)
     number = comm.next_call()
     with agreement("causal_conv1d", comm) as call:
+        check_dense("causal_conv1d", tensors)
         check_rows("causal_conv1d", x, plan, comm)
         check_unbranched("causal_conv1d", plan.mask)
         _check(x, weight, bias, activation, travel)

@@ -142,8 +142,7 @@ def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int =
     Raises: ValueError for a wrong number of rows or a `by` of 0, NotImplementedError for later rows in a tree, where a
     token has several next ones; on every rank.
     """
-    check_dense("shift", [x])
-    rows = x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
+    rows = x.shape[0] if isinstance(x, Tensor) and not x.is_nested and x.dim() else 0
     return NEIGHBOURS([x], values_of("shift", plan, comm), "shift", by, rows)[0]
 
 
@@ -180,6 +179,7 @@ def _neighbours(
     (x,), (plan, comm) = tensors, plan_and_comm(what, values)
     number = comm.next_call()
     with agreement(what, comm) as call:
+        check_dense(what, tensors)
         check_rows(what, x, plan, comm)
         if not is_integer(reach) or reach == 0 or (what == "halo" and reach < 0) or abs(reach) > MOST:
             name, least = (

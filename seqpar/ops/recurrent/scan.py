@@ -19,7 +19,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent.ahead import note
 from seqpar.ops.recurrent.chain import StateChain
@@ -86,6 +86,7 @@ def _scan(
     (states, maps), (plan, comm) = tensors, plan_and_comm("state_scan", values)
     number = comm.next_call()
     with agreement("state_scan", comm) as call:
+        check_dense("state_scan", tensors)
         layer = _checked(states, maps, plan, comm, travel)
         way = way_of_states(plan, travel, layer)
         note(comm, tables_of, travel, layer)

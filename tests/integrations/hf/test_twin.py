@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -133,6 +134,15 @@ ALIKE = ("llama", "gemma3_text", "gpt_oss", "roberta", "bloom", "qwen3_next", "l
 def test_a_twin_shows_what_the_model_shows(name: str) -> None:
     model = build(TABLE[name], torch.float32)
     assert facts(copy.deepcopy(model).to("meta")) == facts(model)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_wrappers_of_layers_do_not_count_as_modules(wrap) -> None:
+    model = build(TABLE["llama"], torch.float32)
+    expected = facts(model)
+    for n, layer in enumerate(model.model.layers):
+        model.model.layers[n] = wrap(layer)
+    assert facts(model.to("meta")) == expected
 
 
 @pytest.mark.exhaustive
