@@ -97,7 +97,7 @@ ORDER = {
     "nn": "checkpoint wrap fingerprint source attention multihead __init__",
     "integrations": """
         adapters hf hf/config probe
-        probe/nested probe/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
+        probe/nested nn/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
         hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/generation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.dsp.checks import NoDraws, check_block, check_modules, matches, noting_changes
+from seqpar.dsp.checks import NoDraws, check_block, check_modules, check_results, matches, noting_changes
+from seqpar.dsp.grid import Grid
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
 from seqpar.dsp.runner import Arguments, ForwardState, StageRun, by_name, run_stage, some_rank_skips
@@ -21,9 +23,12 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
+from seqpar.dsp.trial import mixes, tried, untested
+from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
 from seqpar.ops.core.agreement import agreement
+from seqpar.ops.core.handles import in_graph
 
 MakeStagePlan = Callable[..., StagePlan]
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
@@ -124,32 +129,51 @@ class Parallelized(ParallelModel):
         self._forwards += 1
         stack = self._stack()
         stack.append(state)
+        sizes = (space.key, model.training)
+        state.draws = None if sizes in seen.sizes else NoDraws(lambda: state.sharded, self.comm)
         try:
-            out = forward(**arguments)
+            with state.draws or nullcontext():
+                out = forward(**arguments)
         finally:
             stack.pop()
-        if state.first:
-            self._check_buffers(state)
-        seen.shapes.add((state.shape, model.training))
         if not state.ended:
             missing = [*self.names, self.spec.exit and self.spec.exit.module][state.count]
             raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
+        if state.first:
+            self._check_first(state, out)
+        seen.shapes.add((state.shape, model.training))
+        seen.sizes.add(sizes)
         return out
 
     def _stage(
         self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments, *, name: str, block: Block
     ) -> Any:
         run = self._run_of(module, name, arguments.get(next(iter(block.stream))))
-        if not run.first:
+        if not run.first or _in_backward():
             return run_stage(module, block, forward, run, arguments, self.grad)
-        changed: dict[str, Tensor] = {}
-        with NoDraws(name, self.comm), noting_changes(module, name, changed):
+        state, changed = self._current(name), dict[str, Tensor]()
+        run = run._replace(tried=self._to_try(state, name, block, run.grid, run.inside))
+        state.inside = name
+        with noting_changes(module, name, changed):
             out = run_stage(module, block, forward, run, arguments, self.grad)
-        if not _in_backward():
-            state = self._current(name)
-            state.changed |= changed
-            state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
+        state.inside = ""
+        state.changed |= changed
+        state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
+        state.mixed += [(name, dim) for dim, mixed in (run.tried or {}).items() if mixed]
+        state.note(out, whole=run.last)
         return out
+
+    def _to_try(
+        self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding
+    ) -> dict[str, bool]:  # fmt: skip
+        """The dimensions of a stage that no forward has tried, each with False."""
+        if in_graph():  # what is called once more would be taken for the stage's own, by selective recomputation
+            return {}
+        tried = getattr(state.model, SEEN).tried
+        due = [(name, dim, state.model.training) for dim in untested(block, grid, inside)]
+        found = {dim: False for _, dim, _ in due if (name, dim, state.model.training) not in tried}
+        tried.update(due)
+        return found
 
     def _exit(self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         exit = self.spec.exit
@@ -160,10 +184,19 @@ class Parallelized(ParallelModel):
                 f"{exit.module} is called after {state.count} of {len(self.names)} stages, or twice"
             )
         state.ended = True
-        (x,) = arguments.values()
-        end = state.end(exit)
-        state.grid.check(x, exit.form, end, f"the input of {exit.module}")
-        return state.grid.end([forward(**arguments)], [exit.form], end, self.grad)[0]
+        ((argument, x),) = arguments.items()
+        grid, end = state.grid, state.end(exit)
+        grid.check(x, exit.form, end, f"the input of {exit.module}")
+        block = Block(exit.module, {argument: exit.form})
+        due = self._to_try(state, exit.module, block, grid, end[0]) if state.first and end[1] == grid.held else {}
+        again = {dim: tried(module, block, grid, end[0], dim, [x], lambda xs: [forward(*xs)]) for dim in due}
+        out = forward(**arguments)
+        state.mixed += [
+            (exit.module, dim) for dim, y in again.items() if mixes(module, block, grid, end[0], dim, [out], y)
+        ]
+        out = grid.end([out], [exit.form], end, self.grad)[0]
+        state.note(out, whole=True)
+        return out
 
     def _outside(self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments, *, name: str) -> Any:
         stack = self._stack()
@@ -207,6 +240,9 @@ class Parallelized(ParallelModel):
             shape, plan = self._plan(state, x)
             seen: _Seen = getattr(state.model, SEEN)
             state.follow(shape, plan, first=(shape, state.model.training) not in seen.shapes)
+            if state.draws is not None and state.draws.drew and self.check_inputs:
+                with agreement("random numbers before the first stage", self.comm, every=True) as call:
+                    call.facts = {f"the input of {name}": ordered(x)}
         run = state.next(name, self.spec.exit)
         if not hasattr(storage, SEEN):
             setattr(storage, SEEN, {})
@@ -259,17 +295,27 @@ class Parallelized(ParallelModel):
         if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
             check_modules(model, self.spec, self.names)
             seen.modules = modules
-        for module in modules:
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                name = next(name for name, other in model.named_modules() if other is module)
-                raise NotImplementedError(
-                    f"{name or 'the model'} is dropout with p={module.p} in training, which would draw other "
-                    "numbers for a shard than for the whole; set its p to 0"
-                )
+        if drops := active_dropout(model):
+            raise NotImplementedError(
+                f"{drops}, which would draw other numbers for a shard than for the whole; set its p to 0"
+            )
 
-    def _check_buffers(self, state: ForwardState) -> None:
-        """Raise for buffers that a forward changed differently from one process."""
-        with agreement(f"a forward of {type(state.model).__name__}", self.comm, every=True) as call:
+    def _check_first(self, state: ForwardState, out: Any) -> None:
+        """Raise for what a first forward shows: stages that mix other dimensions, shares that it returns, buffers."""
+        what = type(state.model).__name__
+        with agreement(f"a forward of {what}", self.comm, every=True) as call:
+            if state.mixed:
+                name, dim = state.mixed[0]
+                raise NotImplementedError(
+                    f"{name} mixes {dim}, along which ranks share its rows: rows change when other rows of {dim} do; "
+                    + (
+                        f"list {dim} in the whole of its block"
+                        if name in self.names
+                        else f"leave {dim} out of its rest"
+                    )
+                )
+            if self.comm.size > 1:
+                check_results(what, out, state.ends, state.shards, self.grad)
             if state.uneven:
                 raise NotImplementedError(
                     f"{state.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one "
@@ -280,7 +326,7 @@ class Parallelized(ParallelModel):
 
 
 class _Seen:
-    """What was checked of a model: its modules, its weights, and the batch shapes with a forward.
+    """What was checked of a model: its modules, its weights, the batch shapes with a forward, and stages tried.
 
     A copy of the model starts empty.
     """
@@ -289,6 +335,8 @@ class _Seen:
         self.weights = False
         self.modules: list[nn.Module] = []
         self.shapes: set[object] = set()  # each with training or not
+        self.sizes: set[object] = set()  # the same, known before the first stage
+        self.tried: set[object] = set()  # stages, each with a dimension, and training or not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,9 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
+from seqpar.nn.fingerprint import leaves
 from seqpar.ops.core.agreement import errors_on_all_ranks
 
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
+MIXING_BETWEEN = (  # what mixes rows unless they are samples to it; inside a stage a trial tells
+    nn.GroupNorm, nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd, nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
+)  # fmt: skip
+SHARE = "_seqpar_share"  # an attribute of the memory of what stages and exits return: whether ranks have shares of it
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -57,6 +63,12 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
             )
         if isinstance(module, MIXING) and not matches(name, spec.outside):
             raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
+        by_itself = isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) == {1}
+        if isinstance(module, MIXING_BETWEEN) and not by_itself and matches(name, spec.between):
+            raise NotImplementedError(
+                f"{name} of {what} is a {type(module).__name__}, which may mix rows, and its spec lists it under "
+                "between; make it a stage with a Block, which says what it mixes"
+            )
 
 
 # --- inside a stage -------------------------------------------------------------------------------------------------
@@ -68,10 +80,16 @@ def noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> 
 
     State that stages keep between forwards, such as running statistics, must change once on each rank, and equally.
     """
-    buffers = {path: x for path, x in module.named_buffers() if not x.is_inference()}  # these have no version counter
-    before = {path: x._version for path, x in buffers.items()}
+    before = {path: (x, _version(x)) for path, x in module.named_buffers()}
     yield
-    changed |= {f"{name}.{path}": x for path, x in buffers.items() if x._version != before[path]}
+    for path, x in module.named_buffers():
+        old, version = before.get(path, (None, 0))
+        if x is not old or _version(x) != version:
+            changed[f"{name}.{path}"] = x
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # tensors of inference mode have no version
 
 
 # without dropout, depending on their arguments
@@ -79,34 +97,87 @@ _DROPOUT = {
     F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
     F.multi_head_attention_forward, F.scaled_dot_product_attention, F.rrelu,
 }  # fmt: skip
+_OF_TORCH = {  # the same, which have no signature: (x, p, train)
+    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout,
+    torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+}  # fmt: skip
 _DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial,
     torch.poisson, torch.rand_like, torch.randn_like, torch.randint_like, Tensor.bernoulli, Tensor.bernoulli_,
     Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.geometric_,
-    Tensor.log_normal_, Tensor.cauchy_,
+    Tensor.log_normal_, Tensor.cauchy_, torch.binomial, F.gumbel_softmax, F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d_with_indices,
 }  # fmt: skip
 
 
 class NoDraws(TorchFunctionMode):
-    """A block in which functions that draw random numbers are refused, on all ranks. name: of the stage."""
+    """A block in which functions that draw random numbers are refused, on all ranks, while ranks have shards.
 
-    def __init__(self, name: str, comm: Comm) -> None:
+    sharded: returns what is computed now, "" while every rank has the whole. drew: whether something was drawn then.
+    """
+
+    def __init__(self, sharded: Callable[[], str], comm: Comm) -> None:
         super().__init__()
-        self.name, self.comm = name, comm
+        self.sharded, self.comm, self.drew = sharded, comm, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWS or (func in _DROPOUT and _active(func, args, kwargs)):
-            what = f"{self.name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
-            with errors_on_all_ranks(what, self.comm):
-                raise NotImplementedError(f"{what}; do without, or draw outside of the stages")
+        if func in _DRAWS or (func in _DROPOUT | _OF_TORCH and _active(func, args, kwargs)):
+            self.drew = True
+            if name := self.sharded():
+                what = f"{name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
+                with errors_on_all_ranks(what, self.comm):
+                    raise NotImplementedError(f"{what}; do without, or draw before the first stage")
         return func(*args, **kwargs)
 
 
 def _active(func: Any, args: Any, kwargs: Any) -> bool:
+    if func in _OF_TORCH:
+        p, train = (kwargs.get(name, args[n] if len(args) > n else 0) for n, name in ((1, "p"), (2, "train")))
+        return bool(p and train)
     if func is F.scaled_dot_product_attention:  # it has no signature
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     named = bound.arguments
     return bool(named["training"] and named.get("p", named.get("dropout_p", 1.0)))
+
+
+# --- what a model returns -------------------------------------------------------------------------------------------
+
+
+def check_results(what: str, out: Any, ends: Collection[Any], shards: Collection[Any], grad: str) -> None:
+    """Raise for results of which ranks have shares, and for gradients that count once for each rank.
+
+    ends, shards: autograd's nodes of what the model ends with, and of stages' outputs.
+    """
+    for name, x in leaves(out):
+        if not isinstance(x, Tensor):
+            continue
+        shared, past = _ways_past(x.grad_fn, ends, shards)
+        if shared or getattr(x.untyped_storage(), SHARE, False):
+            where = name.lstrip(".") or "a tensor"
+            raise NotImplementedError(
+                f"{what} returns {where} {list(x.shape)}, which stages computed and of which ranks have shares; return "
+                "what follows the exit of its spec alone"
+            )
+        if past and grad == "replicated":
+            raise NotImplementedError(
+                f"{what} ends with inputs or parameters that do not pass its stages, whose gradients would count once "
+                'for each rank; give grad="sum" and divide the loss by the number of ranks'
+            )
+
+
+def _ways_past(node: Any, ends: Collection[Any], shards: Collection[Any]) -> tuple[bool, bool]:
+    """Whether ways from a node that do not cross `ends` lead to `shards`, and to leaves of the graph."""
+    waiting, seen, past = [node], set(), False
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or node in ends:
+            continue
+        if node in shards:
+            return True, past
+        seen.add(node)
+        past = past or hasattr(node, "variable")
+        waiting += [following for following, _ in node.next_functions]
+    return False, past

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
+from seqpar.dsp.checks import SHARE, NoDraws
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition, attention_plan
 from seqpar.dsp.moves import switch, switch_all
@@ -21,7 +22,9 @@ from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
+from seqpar.dsp.trial import mixes, tried
 from seqpar.nn.wrap import replaced
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import run_again_inside, under_way
 from seqpar.parallel import parallel
@@ -43,13 +46,16 @@ class StageRun(NamedTuple):
     first: bool  # the first forward of this shape
     seed: int  # of the forward; layers derive theirs from it
     parts: int  # number of parts, computed one after another
+    tried: dict[str, bool] | None = None  # dimensions to try -> whether the stage mixes them, contrary to its spec
 
 
 class ForwardState:
     """The progress of one forward. Stages must come in the order of the plan.
 
     names: of all stages. seed: of this forward. changed: buffers that stages wrote to, in the first forward of a shape;
-    uneven: those among them that some rank did not write exactly once.
+    uneven: those among them that some rank did not write exactly once. mixed: stages, and dimensions that they mix
+    contrary to the spec. inside: the stage that is being computed. ends, shards: autograd's nodes of what the model
+    ends with, and of what ranks have shares of.
     """
 
     def __init__(self, model: nn.Module, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
@@ -61,16 +67,34 @@ class ForwardState:
         self.ended = self.first = False
         self.changed: dict[str, Tensor] = {}
         self.uneven: list[str] = []
+        self.mixed: list[tuple[str, str]] = []
+        self.inside = ""
+        self.draws: NoDraws | None = None  # in the first forward of these sizes
+        self.ends: list[Any] = []
+        self.shards: list[Any] = []
 
     def follow(self, shape: object, plan: StagePlan, *, first: bool) -> None:
         """Adopt a plan for this forward."""
         self.shape, self.plan, self.first = shape, plan, first
         self.grid = Grid(self.space, plan.costs.core, plan.costs.held)
 
+    @property
+    def sharded(self) -> str:
+        """What is computed now, "" before the first stage and after the exit, where every rank has the whole."""
+        between = f"the model after {self.names[self.count - 1]}" if self.count and not self.ended else ""
+        return self.inside or between
+
     def end(self, exit: Exit) -> GridPosition:
         """The position of the input of the module that ends the model; groups gather if it allows nothing else."""
         assert self.plan is not None
         return self.plan.end, self.grid.held if self.grid.held in exit.rest else None
+
+    def note(self, out: Tensor | tuple[Tensor, ...], *, whole: bool) -> None:
+        """Note outputs of the exit or of a stage, by which what the model returns is recognised."""
+        for x in (out,) if isinstance(out, Tensor) else out:
+            setattr(x.untyped_storage(), SHARE, not whole)
+            if x.grad_fn is not None:
+                (self.ends if whole else self.shards).append(x.grad_fn)
 
     def next(self, name: str, exit: Exit | None) -> StageRun:
         """The run of the stage that is being called. exit: the module that ends the model, if there is one."""
@@ -156,16 +180,34 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
             "another dimension"
         )
     if skips and grid.absent(run.inside):
-        outs = _skip(module, [arguments[name] for name in block.stream], arguments)
+        outs, others = _skip(module, [arguments[name] for name in block.stream], arguments), {}
     else:
-        with _shared_attention(block, run), _adapted(module, block, run):
-            out = forward(**arguments)
-        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        xs, again = [arguments[name] for name in block.stream], partial(_again, module, block, forward, run, arguments)
+        others = {dim: tried(module, block, grid, run.inside, dim, xs, again) for dim in run.tried or ()}
+        outs = _called(module, block, forward, run, arguments)
     if len(outs) != len(block.stream):
         raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
     for (name, form), out in zip(block.stream.items(), outs, strict=True):
         grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
+    if skips and not grid.absent(run.inside):
+        _check_alike(module, block, run, arguments, outs)
+    for dim, those in others.items():
+        assert run.tried is not None
+        run.tried[dim] |= mixes(module, block, grid, run.inside, dim, outs, those)
     return outs
+
+
+def _called(module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments) -> list[Tensor]:
+    with _shared_attention(block, run), _adapted(module, block, run):
+        out = forward(**arguments)
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def _again(
+    module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments, streams: Sequence[Tensor]
+) -> list[Tensor]:  # fmt: skip
+    """The outputs for other streams."""
+    return _called(module, block, forward, run, arguments | dict(zip(block.stream, streams, strict=True)))
 
 
 def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> None:
@@ -204,6 +246,25 @@ def _skip(module: nn.Module, streams: Sequence[Tensor], arguments: Mapping[str, 
     """Empty outputs, as if the module had computed them: all its parameters and arguments are in the graph."""
     inputs = [x for x in arguments.values() if isinstance(x, Tensor) and not any(x is y for y in streams)]
     return list(_Skip.apply(len(streams), *streams, *inputs, *module.parameters()))
+
+
+def _check_alike(
+    module: nn.Module, block: Block, run: StageRun, arguments: Mapping[str, Any], outs: Sequence[Tensor]
+) -> None:
+    """Raise on all ranks for outputs that differ from inputs in what a rank without rows takes over from these."""
+    needs = [x for x in (*arguments.values(), *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
+    for (name, x), y in zip(((name, arguments[name]) for name in block.stream), outs, strict=True):
+        given, found = (x.shape, x.dtype, bool(needs) and torch.is_grad_enabled()), (y.shape, y.dtype, y.requires_grad)
+        if given != found:
+            with errors_on_all_ranks(run.name, run.grid.whole.comm):
+                raise NotImplementedError(
+                    f"{run.name} gives {name} as {_said(*found)} where it was {_said(*given)}, which a rank without "
+                    f"rows along {run.inside} cannot know; give a planner that shards another dimension"
+                )
+
+
+def _said(shape: Sequence[int], dtype: torch.dtype, grad: bool) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')} {'with' if grad else 'without'} a gradient"
 
 
 class _Skip(torch.autograd.Function):

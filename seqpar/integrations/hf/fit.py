@@ -37,9 +37,9 @@ from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
-from seqpar.integrations.probe.saved_state import saved
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.sdpa.reroute import sdpa
+from seqpar.nn.saved_state import saved
 from seqpar.nn.wrap import replaced
 from seqpar.parallel import parallel
 from seqpar.plan import Plan

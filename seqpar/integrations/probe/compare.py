@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from seqpar.integrations.probe.record import Event, RunRecord
 from seqpar.integrations.probe.rows import Sample, real
-from seqpar.integrations.probe.saved_state import Buffers
+from seqpar.nn.saved_state import Buffers
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
 ROUGH = 0.05

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from seqpar.integrations.probe.nested import leaves
 from seqpar.integrations.probe.rows import FewerRows, Sample, ShuffledRows
-from seqpar.integrations.probe.saved_state import Buffers
+from seqpar.nn.saved_state import Buffers
 
 RESULT = "result"
 

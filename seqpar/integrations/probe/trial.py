@@ -24,7 +24,7 @@ from seqpar.integrations.probe.compare import Verdict, compare, is_rough, unlike
 from seqpar.integrations.probe.nested import leaves, substituted
 from seqpar.integrations.probe.record import RunRecord, recording
 from seqpar.integrations.probe.rows import ArgumentRows, FewerRows, Positions, has_rows, is_mask, readings_of
-from seqpar.integrations.probe.saved_state import Buffers, SavedState, eager, saved
+from seqpar.nn.saved_state import Buffers, SavedState, eager, saved
 
 READINGS = 12
 

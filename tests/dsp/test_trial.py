@@ -1,0 +1,307 @@
+"""What a first forward shows of a spec that does not describe its model: refused by name, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from seqpar.comm import Comm, LocalComm
+from seqpar.dsp import Block, Exit, Spec, parallelize
+from seqpar.testing import run_threads
+from tests.dsp.cases import rand
+from tests.dsp.models import SHARDED, compared, gradients, made
+
+ANY = ("b", "t", "s", None)
+X = rand(1, 4, 6, 3)
+Mixing = Callable[[Tensor], Tensor]
+
+ALONG_T: dict[str, Mixing] = {
+    "a sum of earlier rows": lambda x: x.cumsum(1),
+    "a sum of later rows": lambda x: x.flip(1).cumsum(1).flip(1),
+    "the row before": lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1],
+    "a softmax": lambda x: x.softmax(1),
+    "statistics of groups": lambda x: F.group_norm(x.movedim(-1, 1), 2).movedim(1, -1),
+    "a pool": lambda x: F.avg_pool1d(x.movedim(1, -1).flatten(0, 2)[:, None], 3, 1, 1).view(1, 6, 8, -1).movedim(-1, 1),
+}
+
+
+class Stage(nn.Module):
+    """Row by row, but for what it is given. x [1, t, s, 8]."""
+
+    def __init__(self, also: Mixing = lambda x: x.mean(2, keepdim=True)) -> None:
+        super().__init__()
+        self.linear, self.also = nn.Linear(8, 8), also
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.linear(self.also(x))
+
+
+class Clip(nn.Module):
+    def __init__(self, also: Mixing | None = None, returns: str = "", between: Mixing = lambda x: x) -> None:
+        super().__init__()
+        self.enter, self.leave, self.first = nn.Linear(3, 8), nn.Linear(8, 3), Stage()
+        self.second = Stage() if also is None else Stage(also)
+        self.returns, self.between = returns, between
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.enter(x)
+        y = self.second(self.between(self.first(h)))
+        out = self.leave(y)
+        others = {"": out, "a share": (out, y), "what follows a share": (out, y * 2), "a skip": out + h[..., :3]}
+        return {**others, "a skip of the input": out + x}[self.returns]
+
+
+SPEC = Spec(
+    "Clip",
+    lambda model, given: dict(zip("bts", given["x"].shape)),
+    (
+        Block("first", {"x": "b t s c"}, ("s",), rest=ANY),
+        Block("second", {"x": "b t s c"}, ("s",), rest=ANY),
+    ),
+    exit=Exit("leave", "b t s c", ANY),
+    outside=("enter",),
+)
+
+
+def refused(model: nn.Module, spec: Spec = SPEC, grad: str = "replicated", x: Tensor = X, ranks: int = 2) -> list[str]:
+    """What each rank of some says to a first forward."""
+
+    def on_a_rank(comm: Comm) -> str:
+        own = made(lambda: model)
+        parallelize(own, comm, spec, grad=grad, plan=SHARDED)
+        try:
+            own(x.clone().requires_grad_())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return run_threads(ranks, on_a_rank, timeout=20)
+
+
+@pytest.mark.parametrize("name", ALONG_T)
+def test_a_stage_that_mixes_what_ranks_share(name: str) -> None:
+    for said in refused(Clip(ALONG_T[name])):
+        assert "NotImplementedError: second mixes t, along which ranks share its rows" in said, said
+        assert said.endswith("list t in the whole of its block")
+
+
+def test_what_the_remedy_says_is_right() -> None:
+    spec = replace(SPEC, blocks=(SPEC.blocks[0], replace(SPEC.blocks[1], whole=("s", "t"))))
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Clip, ALONG_T["a sum of earlier rows"])
+        if comm.size > 1:
+            parallelize(model, comm, spec, plan=SHARDED)
+        return gradients(model, {"x": X})
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
+def test_a_stage_is_tried_once_and_keeps_its_state() -> None:
+    def on_a_rank(comm: Comm) -> list[int]:
+        model, calls = made(Clip), []
+        model.second.linear.register_forward_hook(lambda *_: calls.append(1))
+        parallelize(model, comm, SPEC, plan=SHARDED)
+        found = []
+        for x in (X, X, rand(1, 6, 6, 3)):
+            model(x)
+            found += [len(calls), model.second.calls]
+            calls.clear()
+        return found
+
+    assert run_threads(2, on_a_rank) == [[3, 1, 1, 2, 1, 3]] * 2  # with two rows a rank, either may look at the other
+
+
+def test_one_row_a_rank_is_tried_when_there_are_more() -> None:
+    def on_a_rank(comm: Comm) -> str:
+        model = made(Clip, ALONG_T["a softmax"])
+        parallelize(model, comm, SPEC, plan=SHARDED)
+        model(rand(1, 2, 6, 3))  # a rank with one row cannot see what two would do
+        with pytest.raises((NotImplementedError, ValueError), match="second mixes t"):  # one of them has two
+            model(rand(1, 3, 6, 3))
+        return "done"
+
+    assert run_threads(2, on_a_rank) == ["done"] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_trial_under_a_checkpoint(reentrant: bool) -> None:
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Clip)
+        if comm.size > 1:
+            parallelize(model, comm, SPEC, plan=SHARDED)
+        inner = model.second.forward
+        model.second.forward = lambda x: checkpoint(inner, x, use_reentrant=reentrant)
+        return gradients(model, {"x": X})
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
+# --- what a model returns ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returns", ["a share", "what follows a share"])
+def test_a_model_that_returns_shares(returns: str) -> None:
+    for said in refused(Clip(returns=returns)):
+        assert "NotImplementedError: Clip returns 1 [1, 2, 6, 8], which stages computed" in said, said
+
+
+@pytest.mark.parametrize("returns", ["a skip", "a skip of the input"])
+def test_a_skip_past_the_stages_counts_once_for_each_rank(returns: str) -> None:
+    for said in refused(Clip(returns=returns)):
+        assert said.endswith('give grad="sum" and divide the loss by the number of ranks'), said
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model, x = made(Clip, None, returns), X.clone().requires_grad_()
+        if comm.size > 1:
+            parallelize(model, comm, SPEC, grad="sum", plan=SHARDED)
+        out = model(x)
+        (out.square().sum() / comm.size).backward()
+        return {"out": out.detach(), "d x": x.grad, **{f"d {n}": p.grad for n, p in model.named_parameters()}}
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
+# --- random numbers and state -----------------------------------------------------------------------------------------
+
+DROPS: dict[str, Mixing] = {
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "torch.dropout by name": lambda x: torch.dropout(x, p=0.5, train=True),
+    "binomial": lambda x: x * torch.binomial(torch.ones_like(x), torch.full_like(x, 0.5)),
+    "F.gumbel_softmax": lambda x: F.gumbel_softmax(x),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("place", ["inside", "between"])
+def test_random_numbers_where_ranks_have_shares(name: str, place: str) -> None:
+    model = Clip(DROPS[name]) if place == "inside" else Clip(between=DROPS[name])
+    where = "second" if place == "inside" else "the model after first"
+    for said in refused(model):
+        assert f"{where} calls {name.split('.')[-1].split()[0]}, which would draw other numbers" in said, said
+
+
+def test_dropout_that_is_off_is_no_draw() -> None:
+    assert refused(Clip(lambda x: torch.dropout(x, 0.5, False) + F.dropout(x, 0.0))) == ["nothing"] * 2
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_random_numbers_before_the_first_stage_are_compared(alike: bool) -> None:
+    class Noisy(Clip):
+        def forward(self, x: Tensor) -> Tensor:
+            g = torch.Generator().manual_seed(0 if alike else self.rank)
+            return super().forward(x + torch.randn(x.shape, generator=g, dtype=x.dtype))
+
+    def on_a_rank(comm: Comm) -> str:
+        model = made(Noisy)
+        model.rank = comm.rank
+        parallelize(model, comm, replace(SPEC, model="Noisy"), plan=SHARDED)
+        try:
+            model(X)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    for said in run_threads(2, on_a_rank):
+        assert said == "nothing" if alike else "ranks differ in the input of first" in said, said
+
+
+def test_a_buffer_that_a_stage_assigns() -> None:
+    def average(stage: Stage, x: Tensor) -> Tensor:
+        stage.seen = 0.5 * stage.seen + 0.5 * x.mean().detach()
+        return x + stage.linear(x)
+
+    def on_a_rank(comm: Comm) -> str:
+        model = made(Clip)
+        model.second.forward = average.__get__(model.second)
+        parallelize(model, comm, SPEC, plan=SHARDED)
+        with pytest.raises(ValueError, match="ranks differ in buffers that stages changed: .*second.seen"):
+            model(X)
+        return "done"
+
+    assert run_threads(2, on_a_rank) == ["done"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.uint16, torch.float8_e4m3fn])
+def test_weights_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
+    model = Clip()
+    model.second.register_buffer("table", torch.ones(3).to(dtype))
+    assert refused(model) == ["nothing"] * 2
+
+
+# --- what is not a stage ----------------------------------------------------------------------------------------------
+
+
+class Ended(Clip):
+    """Its last module looks at the row before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = Row()
+
+
+class Row(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :3] + ALONG_T["the row before"](x)[..., 3:6]
+
+
+def test_an_exit_that_mixes_what_ranks_share() -> None:
+    for said in refused(Ended(), replace(SPEC, model="Ended")):
+        assert said.endswith("leave mixes t, along which ranks share its rows: rows change when other rows of t do; "
+                             "leave t out of its rest"), said  # fmt: skip
+    blocks = tuple(replace(block, rest=("s", None)) for block in SPEC.blocks)
+    spec = replace(SPEC, model="Ended", blocks=blocks, exit=Exit("leave", "b t s c", ("s", None)))
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Ended)
+        if comm.size > 1:
+            parallelize(model, comm, spec, plan=SHARDED)
+        return gradients(model, {"x": X})
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
+@pytest.mark.parametrize("module", [nn.GroupNorm(2, 8), nn.Conv1d(8, 8, 3), nn.AvgPool2d(2), nn.GRU(8, 8)])
+def test_modules_between_stages_that_may_mix_rows(module: nn.Module) -> None:
+    model = Clip()
+    model.norm = module
+    with pytest.raises(NotImplementedError, match=f"norm of Clip is a {type(module).__name__}, which may mix rows"):
+        parallelize(model, LocalComm(), replace(SPEC, between=("norm",)))
+    model.norm = nn.Conv1d(8, 8, 1)
+    parallelize(model, LocalComm(), replace(SPEC, between=("norm",)))
+
+
+# --- ranks without rows -----------------------------------------------------------------------------------------------
+
+
+class Widened(Clip):
+    """Its first stage has more channels behind it than before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.first = nn.Linear(3, 4), nn.Linear(4, 8)
+
+
+WIDENED = replace(SPEC, model="Widened", blocks=(replace(SPEC.blocks[0], stream={"input": "b t s c"}), SPEC.blocks[1]))
+
+
+def test_a_stage_whose_output_a_rank_without_rows_cannot_know() -> None:
+    assert refused(Widened(), WIDENED) == ["nothing"] * 2
+    for said in refused(Widened(), WIDENED, x=rand(1, 2, 6, 3), ranks=3):
+        assert "first gives input as [1, 1, 6, 8] float64 with a gradient where it was [1, 1, 6, 4] float64" in said, (
+            said
+        )
+        assert said.endswith("cannot know; give a planner that shards another dimension")
