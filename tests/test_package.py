@@ -70,7 +70,7 @@ ORDER = {
         heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
         counts report plot travel_counts travel travel_report travel_plot plan __init__
     """,
-    "dsp": "form space costs search plan spec specs moves grid overlap runner stages checks apply __init__",
+    "dsp": "form space costs search plan spec specs moves grid overlap checks trial runner stages apply __init__",
     "planner": """
         config presets shape hardware memory groups place nested count carried cost lines scale bound forecast problem
         batch step fit __init__
@@ -94,10 +94,10 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": "checkpoint wrap fingerprint source attention multihead __init__",
+    "nn": "checkpoint dropout wrap saved_state fingerprint source attention multihead __init__",
     "integrations": """
         adapters hf hf/config probe
-        probe/nested nn/saved_state probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
+        probe/nested probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
         hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/generation

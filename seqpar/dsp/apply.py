@@ -167,7 +167,7 @@ class Parallelized(ParallelModel):
         self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding
     ) -> dict[str, bool]:  # fmt: skip
         """The dimensions of a stage that no forward has tried, each with False."""
-        if in_graph():  # what is called once more would be taken for the stage's own, by selective recomputation
+        if in_graph():  # selective recomputation would take a second call's results for the first one's
             return {}
         tried = getattr(state.model, SEEN).tried
         due = [(name, dim, state.model.training) for dim in untested(block, grid, inside)]

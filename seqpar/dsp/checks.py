@@ -67,7 +67,7 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
         if isinstance(module, MIXING_BETWEEN) and not by_itself and matches(name, spec.between):
             raise NotImplementedError(
                 f"{name} of {what} is a {type(module).__name__}, which may mix rows, and its spec lists it under "
-                "between; make it a stage with a Block, which says what it mixes"
+                "between; make it a stage with a Block, which lists the dimensions that it mixes"
             )
 
 
@@ -113,7 +113,8 @@ _DRAWS = {
 class NoDraws(TorchFunctionMode):
     """A block in which functions that draw random numbers are refused, on all ranks, while ranks have shards.
 
-    sharded: returns what is computed now, "" while every rank has the whole. drew: whether something was drawn then.
+    sharded: returns the stage, or the code between two, that runs now, "" while every rank has the whole. drew: whether
+    random numbers were drawn, anywhere.
     """
 
     def __init__(self, sharded: Callable[[], str], comm: Comm) -> None:
@@ -147,7 +148,7 @@ def _active(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def check_results(what: str, out: Any, ends: Collection[Any], shards: Collection[Any], grad: str) -> None:
-    """Raise for results of which ranks have shares, and for gradients that count once for each rank.
+    """Raise for a result that is a share of the rows, and for gradients that count once for each rank.
 
     ends, shards: autograd's nodes of what the model ends with, and of stages' outputs.
     """
@@ -158,8 +159,8 @@ def check_results(what: str, out: Any, ends: Collection[Any], shards: Collection
         if shared or getattr(x.untyped_storage(), SHARE, False):
             where = name.lstrip(".") or "a tensor"
             raise NotImplementedError(
-                f"{what} returns {where} {list(x.shape)}, which stages computed and of which ranks have shares; return "
-                "what follows the exit of its spec alone"
+                f"{what} returns {where} {list(x.shape)}, which stages computed: each rank has its share of the rows; "
+                "return only what follows the exit of its spec"
             )
         if past and grad == "replicated":
             raise NotImplementedError(

@@ -162,6 +162,10 @@ def attention_plan(
     names = [name for name, _ in sizes]
     if isinstance(whole, str) or not {*whole} <= {*names}:
         raise ValueError(f"attention_plan: whole={whole!r}, expected some of the dimensions {names} of rows {form!r}")
+    if sharded is not None and sharded not in names:
+        raise ValueError(
+            f"attention_plan: sharded={sharded!r}, expected None or one of the dimensions {names} of {form!r}"
+        )
     return _plan(sizes, frozenset(whole), sharded, 1 if sharded is None else space.comm.size, ulysses)
 
 

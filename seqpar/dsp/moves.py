@@ -128,6 +128,7 @@ def move(
 
     Raises: ValueError for a tensor that does not fit its form under src, even if nothing moves.
     """
+    _check_several(xs)
     if src is not None and dst is not None and src != dst:
         return switch_all(xs, space, forms, src, dst)
     if src is None and dst is not None:
@@ -164,6 +165,7 @@ class _SwitchRecipe(NamedTuple):
 def _switch_recipe(xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: str, dst: str) -> _SwitchRecipe:
     """The recipe. Raises on every rank if the tensors cannot be switched."""
     with errors_on_all_ranks("switch", space.comm):
+        _check_several(xs)
         if not xs or len(xs) != len(forms):
             raise ValueError(f"a switch of {len(xs)} tensors with {len(forms)} forms; give each a form")
         shapes = tuple([shape_of(x, f"tensor {n}") for n, x in enumerate(xs)])
@@ -185,6 +187,13 @@ def _recipe_of_shapes(
         raise ValueError(f'"{dst}" is not a dimension of {sizes}; give one of these')
     sides = shares(sizes[dst], ranks), shares(sizes[src], ranks)
     return _SwitchRecipe(forms, sizes | {src: sides[1][rank]}, axes | {"sizes": sides})
+
+
+def _check_several(xs: object) -> None:
+    if isinstance(xs, Tensor):
+        raise ValueError(
+            f"expected a list of tensors, got one of shape {list(xs.shape)}; give [x], and its form in a list"
+        )
 
 
 def _check_grad(grad: str) -> None:

@@ -26,6 +26,7 @@ from seqpar.dsp.costs import Costs, Stage, StageChoice
 from seqpar.dsp.search import Search, kinds_of
 from seqpar.dsp.space import Sharding, sizes_of_parts
 from seqpar.facts.drawing import checked_path
+from seqpar.facts.value import whole
 from seqpar.planner import Hardware
 
 
@@ -131,7 +132,7 @@ def plan_stages(
     a memory limit that no way meets.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
-    costs = Costs(dict(dims), ranks, hardware, training)
+    costs = Costs(_sizes(dims), whole("plan_stages: ranks", ranks, 1), hardware, training)
     _check(stages, costs, start)
     wanted = set(costs.shardings if end is None else end)
     if not wanted <= set(costs.shardings):
@@ -175,7 +176,7 @@ def rivals(
     All go from whole to whole, with no limit of memory. dsp: hold one dimension, and switch around each stage that
     mixes it. ulysses, ring: hold one dimension throughout. replicate: shard nothing.
     """
-    costs = Costs(dict(dims), ranks, Hardware.of(hardware), training)
+    costs = Costs(_sizes(dims), whole("rivals: ranks", ranks, 1), Hardware.of(hardware), training)
     stages = tuple(stages)
     _check(stages, costs, None)
     tried: dict[str, list[StagePlan | None]] = {}
@@ -204,9 +205,13 @@ def _planned(
     )
 
 
+def _sizes(dims: Mapping[str, int]) -> dict[str, int]:
+    return {name: whole(f"plan_stages: the size of {name}", size, 1) for name, size in dims.items()}
+
+
 def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
-    if not stages or costs.ranks < 1:
-        raise ValueError(f"plan_stages: expected at least one stage and one rank, got {len(stages)} and {costs.ranks}")
+    if not stages:
+        raise ValueError("plan_stages: expected at least one stage, got none")
     known = set(costs.shardings)
     for stage in stages:
         if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:

@@ -80,7 +80,7 @@ class ForwardState:
 
     @property
     def sharded(self) -> str:
-        """What is computed now, "" before the first stage and after the exit, where every rank has the whole."""
+        """The stage that runs now, or the code between two; "" before the first and after the exit."""
         between = f"the model after {self.names[self.count - 1]}" if self.count and not self.ended else ""
         return self.inside or between
 
@@ -132,7 +132,9 @@ class ForwardState:
 def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], Arguments], Arguments]:
     """A function (positional arguments, keyword arguments) -> all arguments by name. what: the owner, for errors."""
     parameters = inspect.signature(forward).parameters.values()
-    order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if alone := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise NotImplementedError(f"{what} takes {alone} by position only; its forward must take them by name too")
+    order = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def named(args: Sequence[Any], kwargs: Arguments) -> Arguments:
         if len(args) > len(order):
@@ -214,9 +216,10 @@ def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> N
     known = {*block.stream, *block.rows, *block.shared}
     for argument, value in arguments.items():
         if argument not in known and value is not None:
+            got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
             raise ValueError(
-                f"{name} got {argument}={value!r:.100}, which its spec does not list; list it under rows with its "
-                "form, or under shared if all rows use it alike"
+                f"{name} got {argument}, {got}, which its spec does not list; list it under rows with its form, or "
+                "under shared if all rows use it alike"
             )
     if missing := [argument for argument in block.stream if argument not in arguments]:
         raise ValueError(f"{name} got no {missing}, which hold the rows by its spec")

@@ -153,6 +153,18 @@ def test_a_cache_is_disabled(when: str) -> None:
     assert run_threads(2, rank) == [True, True]
 
 
+def test_dropout_is_off() -> None:
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        dropout = next(m for m in model.modules() if isinstance(m, nn.Dropout))
+        model.train()
+        dropout.p = 0.5
+        with advised((NotImplementedError, ValueError), "set its p to 0"):
+            is_right(model)
+        dropout.p = 0
+
+    assert right_after(mistake)
+
+
 @pytest.mark.parametrize("way", ["its own", "in force"])
 def test_attention_is_that_of_pytorch(way: str) -> None:
     def mistake(comm: Comm, model: nn.Module) -> None:

@@ -11,10 +11,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm, LocalComm
-from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, parallelize
+from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, begin_switch, move, parallelize, switch_all
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
-from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, PairStack, Streams, Weather, compared, gradients, made
+from tests.dsp.models import (
+    PAIRS,
+    SHARDED,
+    STREAMS,
+    WEATHER,
+    Axial,
+    PairStack,
+    Streams,
+    Weather,
+    compared,
+    gradients,
+    made,
+)
 from tests.dsp.passes import Checkpointed
 
 GRID = {"x": rand(2, 5, 7, 3)}
@@ -269,7 +281,7 @@ def odd(comm: Comm, wrong: str) -> str:
         ("", ""),
         ("again", "NotImplementedError: stage first is called where second should be"),
         ("rows", "ValueError: t of first, with whole of {'a': 4, 'b': 6}, has shape [1, 6]"),
-        ("unlisted", "ValueError: first got other="),
+        ("unlisted", "ValueError: first got other, "),
         ("sums", "does not fit the form"),
         ("left out", "NotImplementedError: a forward of Odd ended without second"),
     ],
@@ -318,6 +330,30 @@ def test_an_attention_plan_has_each_row_where_the_form_says(layout) -> None:
 def check(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_arguments_by_hand_that_do_not_fit() -> None:
+    space = Space({"t": 3, "s": 4}, LocalComm())
+    check(lambda: attention_plan(space, "t s c", ("t",), "q"), r"sharded='q', expected None or one of .*\['t', 's'\]")
+    x = torch.ones(3, 4, 2)
+    for call in (
+        lambda: move(x, space, ["t s c"], None, "t"),
+        lambda: switch_all(x, space, ["t s c"], "t", "s"),
+        lambda: begin_switch(x, space, ["t s c"], "t", "s"),
+    ):
+        check(call, r"expected a list of tensors, got one of shape \[3, 4, 2\]; give \[x\], and its form in a list")
+
+
+class ByPosition(Axial):
+    def forward(self, x: Tensor, /) -> Tensor:
+        return super().forward(x)
+
+
+def test_arguments_by_position_only_are_refused_at_once() -> None:
+    model = made(Weather)
+    model.north[0] = ByPosition(8, 2, 1, (5, 7)).double()
+    with pytest.raises(NotImplementedError, match=r"north.0 takes \['x'\] by position only"):
+        parallelize(model, LocalComm(), WEATHER)
 
 
 def test_specs_that_are_none() -> None:

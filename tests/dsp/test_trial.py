@@ -154,7 +154,9 @@ def test_a_trial_under_a_checkpoint(reentrant: bool) -> None:
 @pytest.mark.parametrize("returns", ["a share", "what follows a share"])
 def test_a_model_that_returns_shares(returns: str) -> None:
     for said in refused(Clip(returns=returns)):
-        assert "NotImplementedError: Clip returns 1 [1, 2, 6, 8], which stages computed" in said, said
+        assert (
+            "NotImplementedError: Clip returns 1 [1, 2, 6, 8], which stages computed: each rank has its share" in said
+        ), said
 
 
 @pytest.mark.parametrize("returns", ["a skip", "a skip of the input"])
@@ -305,3 +307,24 @@ def test_a_stage_whose_output_a_rank_without_rows_cannot_know() -> None:
             said
         )
         assert said.endswith("cannot know; give a planner that shards another dimension")
+
+
+class Residual(Clip):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        h = h + self.first(h)
+        return self.leave(h + self.second(h))
+
+
+def test_a_residual_between_stages_with_rows_that_stay_whole() -> None:
+    blocks = (SPEC.blocks[0], replace(SPEC.blocks[1], rest=(None,)))
+    spec = replace(SPEC, model="Residual", blocks=blocks, exit=Exit("leave", "b t s c", (None,)))
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Residual)
+        if comm.size > 1:
+            parallelize(model, comm, spec, plan=SHARDED)
+        return gradients(model, {"x": X})
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.tokens import TokenCounts
+from seqpar.nn.dropout import active_dropout
 
 
 def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -74,6 +75,10 @@ class ModelRecipe:
                     "set_attention_backend('native')"
                 )
         check_alone(model)
+        if drops := active_dropout(model):
+            raise NotImplementedError(
+                f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
+            )
         if getattr(model, "zero_cond_t", False):
             raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not supported")
 

@@ -74,7 +74,7 @@ class CollectiveOp:
     tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
     grads, needs), for any other, returns the gradients of the first tensors; the rest have none. checks: whether a call
-    refuses transforms, and leaves it to `run` to refuse what is not dense; False where the verb has done both.
+    refuses transforms, and leaves tensors that are not dense to `run`; False where the verb has checked both.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
 
 
 def is_dense(x: object) -> bool:
-    """Whether this is no nested and no sparse tensor."""
+    """False for nested and sparse tensors."""
     return not isinstance(x, Tensor) or not (x.is_nested or x.layout is not STRIDED)
 
 
