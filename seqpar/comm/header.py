@@ -72,8 +72,13 @@ def mismatch(sender: int, sent: Header, receiver: int, expected: Header, own: Ta
         among = f" in sub {header.scope:x}" if header.scope else ""
         return f"{describe(tag._replace(name=name))}{among}, with {header.tensors} tensors of {header.bytes} bytes"
 
-    note = "" if sent[:-1] != expected[:-1] else " (same bytes, other shapes or dtypes)"
+    note = ""
+    if sent[:-1] == expected[:-1]:
+        note = " (same bytes, other shapes or dtypes)"
+    elif sent.digest != expected.digest and (sent.call, sent.phase) == (expected.call, expected.phase):
+        note = " (the same call, with another plan, dtype, number of heads or option)"
     return (
         f"ranks {sender} and {receiver} do not meet: rank {sender} sent for {words(sent)}, rank {receiver} "
-        f"receives for {words(expected)}{note}{DEAD}; make the same calls in the same order on all ranks"
+        f"receives for {words(expected)}{note}{DEAD}; make the same calls in the same order on all ranks, with equal "
+        'plans, dtypes and heads, which a comm with check="call" compares and names'
     )

@@ -125,6 +125,28 @@ def test_attention_over_other_rows_is_given_shards_or_stays_local() -> None:
     assert all(torch.allclose(out, expected()) for out in run_threads(2, rank))
 
 
+def test_several_samples_are_packed_into_one_row() -> None:
+    samples = torch.stack([WHOLE, WHOLE.flip(1)])  # [2, 3, T, H, D]
+    want = torch.stack([dense_attention(*sample, MASK)[0] for sample in samples])
+
+    def apart(comm: Comm) -> Tensor:
+        rows = seqpar.shard(samples, PLAN, comm.rank, dim=2)
+        with seqpar.sdpa(PLAN, comm):
+            return F.scaled_dot_product_attention(*rows.transpose(2, 3).transpose(0, 1), is_causal=True)
+
+    with advised(ValueError, "pack the samples into one row, [1, H, T, D], and give the mask a document for each"):
+        run_threads(2, apart)
+    plan = Plan(Mask([TOKENS] * 2), Layout.zigzag([TOKENS] * 2, 2))
+
+    def packed(comm: Comm) -> Tensor:
+        rows = seqpar.shard(samples.transpose(0, 1).flatten(1, 2), plan, comm.rank, dim=1)
+        with seqpar.sdpa(plan, comm):
+            out = attended(rows, is_causal=True)
+        return seqpar.unshard(out, plan, comm)
+
+    assert torch.allclose(run_threads(2, packed)[0], want.flatten(0, 1))
+
+
 def test_causal_attention_over_longer_keys_is_given_a_mask() -> None:
     mask = Mask([4], kv_lengths=[TOKENS])
     plan = Plan(mask, Layout.contiguous(4, 1), kv_layout=Layout.contiguous(TOKENS, 1))

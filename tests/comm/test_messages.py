@@ -51,7 +51,36 @@ def test_a_rank_that_is_in_another_call_is_told_in_words(tmp_path, kind):
     for message in messages:
         assert "attention (backward, " in message, message
         assert "phase" not in message and "slot" not in message
-        assert message.endswith("the comm is dead; make the same calls in the same order on all ranks"), message
+        assert "the comm is dead; make the same calls in the same order on all ranks, with equal plans" in message, (
+            message
+        )
+
+
+def swapped(comm, check="batch"):
+    """Both ranks know two plans, and take one each."""
+    comm.check_every = check
+    plans = [seqpar.Plan(seqpar.Mask(lengths), seqpar.Layout.contiguous(16, 2)) for lengths in ([16], [4, 12])]
+    q = torch.ones(8, 1, 4)
+    for plan in plans:
+        seqpar.attention(q, q, q, plan, comm)
+    seqpar.attention(q, q, q, plans[comm.rank], comm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_that_differ_later_are_told(tmp_path, kind):
+    with pytest.raises(PeerError):
+        run_processes(2, cases.witness, tmp_path, swapped, comm=kind)
+    for message in ((tmp_path / str(rank)).read_text() for rank in range(2)):
+        assert "(the same call, with another plan, dtype, number of heads or option)" in message, message
+        assert message.endswith('which a comm with check="call" compares and names'), message
+    for message in run_processes(2, swapped_and_compared, comm=kind):
+        assert "attention: ranks differ in plan: " in message, message
+
+
+def swapped_and_compared(comm):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        swapped(comm, "call")
+    return str(error.value)
 
 
 def alone(comm):

@@ -198,6 +198,12 @@ class Rerouting(TorchFunctionMode):
                 raise ValueError(f"sdpa: expected queries, keys and values of the same number of samples, got {shapes}")
             if samples > 1 and attn_mask is not None:
                 raise NotImplementedError(f"sdpa: attn_mask needs one packed batch, got {samples} samples")
+            if samples > 1 and not under_trial() and query.shape[2] == self.plan.rows(self.comm.rank):
+                raise ValueError(
+                    f"sdpa: got {samples} samples of {query.shape[2]} rows, as many as the plan has on rank "
+                    f"{self.comm.rank} for all samples together; pack the samples into one row, [1, H, T, D], and give "
+                    "the mask a document for each"
+                )
             if is_causal and attn_mask is not None:
                 raise ValueError("sdpa: give attn_mask or is_causal=True, not both")
             if not enable_gqa and query.shape[-3] != key.shape[-3]:

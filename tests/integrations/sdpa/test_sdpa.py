@@ -668,7 +668,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "full under causal": (partial(call, QKV), ValueError, "is_causal=False and no attn_mask"),
     "rows": (partial(call, QKV[:, :, :5], is_causal=True), ValueError, "5 rows attend over 5, the plan has 17"),
     "key rows": (partial(call, QKV, 4, is_causal=True), ValueError, "17 rows attend over 4"),
-    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "34 rows attend over 34"),
+    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "got 2 samples of 17 rows, as many as the plan"),
     "samples": (
         lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "number of samples",
     ),
@@ -857,7 +857,7 @@ def test_blocks_nest_and_end() -> None:
         torch.testing.assert_close(call(q, attn_mask=B.tril()), first, rtol=0, atol=1e-12)
     several = torch.zeros(3, *q.shape)
     with (
-        pytest.raises(ValueError, match="51 rows attend"),
+        pytest.raises(ValueError, match="got 3 samples of 17 rows"),
         sdpa(outer, comm, local=lambda q, k: True),
         sdpa(inner, comm),
     ):
