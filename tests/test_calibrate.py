@@ -158,7 +158,7 @@ def test_a_link_gets_more_turns_while_its_fit_says_nothing(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ranks", "1"], "--ranks must be at least 2"),
+        (["--ranks", "1"], "--ranks must be 2 to "),
         (["--model", "huge"], "no model is called 'huge'"),
         (["--out", "nowhere/at/all.json"], "is not a directory"),
         (["--device", "cuda"], "torch sees none"),

@@ -82,7 +82,8 @@ def calibrate(args: Any) -> int:
     # one rank per core, or per device
     most = torch.cuda.device_count() if device.type == "cuda" else max(2, os.cpu_count() or 1)
     if not 2 <= args.ranks <= most:
-        raise CommandError(f"--ranks must be at least 2 and at most {most}, got {args.ranks}")
+        has = f"{most} GPUs" if device.type == "cuda" else f"{os.cpu_count()} cores"
+        raise CommandError(f"--ranks must be 2 to {most}, got {args.ranks}: this machine has {has}, one for each rank")
     check_writable("--out", args.out)
     threads = torch.get_num_threads()
     try:

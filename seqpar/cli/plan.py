@@ -116,6 +116,8 @@ def lengths_of(source: str) -> list[int]:
         where, text = source, content(source)
     lengths = []
     for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r",\s*,|^\s*,", line):
+            raise CommandError(f"{where}, line {number}: expected a number between commas, got {shown(line)!r}")
         for word in filter(None, re.split(r"[\s,]+", line)):
             if not re.fullmatch(rf"[+-]?\d{{1,{DIGITS}}}", word):
                 raise CommandError(
@@ -145,7 +147,7 @@ def show(args: Any) -> int:
     try:
         plan, call = planned(args) if args.layout == "planned" else fixed(args)
     except (ValueError, NotImplementedError) as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(in_flags(str(error))) from None
     facts = measure(plan, args.layout, call)
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -161,6 +163,20 @@ def show(args: Any) -> int:
         if not args.json:
             print(f"picture: {args.plot}")
     return 0
+
+
+FLAGS = {  # what errors say to Python, and the flag for it
+    "window must be (left, right), each None or an integer of at least 0": "--window is W or LEFT,RIGHT, of at least 0",
+    "give causal=False or right=0": "give --full or LEFT,0", ", several micro-batches (plan_step)": "",
+    'recompute more (ModelShape recompute="full")': "--recompute full", "; or build a ModelShape": "",
+}  # fmt: skip
+
+
+def in_flags(message: str) -> str:
+    """A message of the package with flags in place of arguments."""
+    for words, flag in FLAGS.items():
+        message = message.replace(words, flag)
+    return message
 
 
 def picture(path: str) -> Path:
@@ -225,8 +241,11 @@ def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
     given = {"heads": args.heads, "kv_heads": args.kv_heads, "dim": args.dim, "dtype": args.dtype}
     defaults: dict[str, Any] = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
     call = defaults | {name: value for name, value in given.items() if value is not None}
-    if min(call["heads"], call["kv_heads"], call["dim"]) < 1 or call["heads"] % call["kv_heads"]:
-        raise CommandError(f"--kv-heads {call['kv_heads']} must divide --heads {call['heads']}; --dim must be positive")
+    for name in ("heads", "kv_heads", "dim"):
+        if call[name] < 1:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {call[name]}")
+    if call["heads"] % call["kv_heads"]:
+        raise CommandError(f"--kv-heads {call['kv_heads']} must divide --heads {call['heads']}")
     mask = make_mask(args)
     if args.layout == "striped" and mask.tokens > STRIPED:
         raise CommandError(

@@ -26,7 +26,8 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("-n", "--ranks", type=integer, required=True, metavar="N", help="processes to start")
     parser.add_argument("script", help="Python file to run")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    # argparse lists it as required, though it may be empty
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
     parser.set_defaults(call=lambda args: launch(args.ranks, args.script, args.args))
 
 

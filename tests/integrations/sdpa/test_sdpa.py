@@ -668,7 +668,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "full under causal": (partial(call, QKV), ValueError, "is_causal=False and no attn_mask"),
     "rows": (partial(call, QKV[:, :, :5], is_causal=True), ValueError, "5 rows attend over 5, the plan has 17"),
     "key rows": (partial(call, QKV, 4, is_causal=True), ValueError, "17 rows attend over 4"),
-    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "got 2 samples of 17 rows, as many as the plan"),
+    "batch": (partial(call, QKV.expand(2, -1, -1, -1), is_causal=True), ValueError, "got 2 samples of 17 rows"),
     "samples": (
         lambda: F.scaled_dot_product_attention(QKV.expand(2, -1, -1, -1), QKV, QKV), ValueError, "number of samples",
     ),
