@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,8 @@ class Rerouting(TorchFunctionMode):
         called, self.called, self.below = self.called, {}, None
         if surroundings is not None:
             surroundings.__exit__(kind, error, trace)
+        if isinstance(error, Exception) and _in_flex_attention(trace):
+            self._refuse_fused("flex_attention", error)
         if kind is None:
             for untried in filter(None, called.values()):
                 self._try(*untried)
@@ -165,11 +167,11 @@ class Rerouting(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @uncompiled
-    def _refuse_fused(self, name: str) -> None:
+    def _refuse_fused(self, name: str, cause: Exception | None = None) -> None:
         with torch._C.DisableTorchFunction(), self._refusals():
             raise NotImplementedError(
                 f"sdpa: {name} is not rerouted, and its rows may be a shard; call F.scaled_dot_product_attention"
-            )
+            ) from cause
 
     @uncompiled
     def _reroute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -390,6 +392,16 @@ def warn_untried(model: nn.Module, error: str) -> None:
 
 def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return query, key
+
+
+def _in_flex_attention(trace: TracebackType | None) -> bool:
+    """Whether an error comes from flex_attention, which traces its operator: what refuses that is dynamo's error."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    while module is not None and trace is not None:
+        if trace.tb_frame.f_code is module.flex_attention.__code__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _dense(x: Tensor) -> Tensor:

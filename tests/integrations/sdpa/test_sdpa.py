@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -702,6 +703,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "varlen": (varlen, NotImplementedError, "_varlen_attn is not rerouted"),
     "flex": (flex, NotImplementedError, "flex_attention is not rerouted"),
+    "flex_attention": (
+        lambda: flex_attention(QKV, QKV, QKV), NotImplementedError, "sdpa: flex_attention is not rerouted",
+    ),
     "need_weights": (partial(mha, X, need_weights=True), NotImplementedError, "need_weights"),
     "key_padding_mask": (partial(mha, X, key_padding_mask=~B[:1]), NotImplementedError, "key_padding_mask"),
     "add_zero_attn": (partial(mha, X, {"add_zero_attn": True}), NotImplementedError, "add_zero_attn"),
