@@ -59,7 +59,7 @@ def lengths_of(name: str, values: ArrayLike) -> Ints:
     if array.min() <= 0:
         at = int(np.flatnonzero(array <= 0)[0])
         if at == 0 and len(array) > 1 and array[0] == 0 and (np.diff(array) > 0).all():
-            raise ValueError(f"{name} ascend from 0 like cu_seqlens, got {values!r:.99}; give the differences, x.diff()")
+            raise ValueError(f"{name} ascend from 0 like cu_seqlens, got {values!r:.99}; give differences, x.diff()")
         raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
     if float(array.sum(dtype=np.float64)) >= 2.0**62:
         raise ValueError(f"{name} sum to {float(array.sum(dtype=np.float64)):.3g} tokens, more than 64 bits can number")

@@ -297,7 +297,7 @@ def test_digest_is_the_same_in_every_process() -> None:
         (([],), "lengths must be a non-empty sequence of integers"),
         (([2, -3],), "lengths must be positive, got -3 for document 1"),
         (([0],), "lengths must be positive, got 0 for document 0; leave empty documents out"),
-        (([0, 4, 9],), r"lengths ascend from 0 like cu_seqlens, got \[0, 4, 9\]; give the differences, x.diff\(\)"),
+        (([0, 4, 9],), r"lengths ascend from 0 like cu_seqlens, got \[0, 4, 9\]; give differences, x.diff\(\)"),
         (([0, 4, 2],), "lengths must be positive, got 0 for document 0; leave empty documents out"),
         (([2, 3.0],), "lengths must be a non-empty sequence of integers"),
         (([[2]],), "lengths must be a non-empty sequence of integers"),
