@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar import recurrent
+from seqpar import dsp, recurrent
 from seqpar.comm import Comm, LocalComm, PeerError
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import all_sum, token_mean
+from seqpar.train import all_sum, linear_cross_entropy, token_log_probs, token_mean
 from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
@@ -372,6 +373,41 @@ def test_double_backward_is_refused() -> None:
 
     assert run_threads(1, twice) == ["refused"]
     assert run_threads(3, twice) == ["refused"] * 3
+
+
+def log_probs(x: Tensor, w: Tensor, comm: Comm) -> Tensor:
+    return token_log_probs(x, w, torch.zeros(len(x), dtype=torch.int64)).sum()
+
+
+def linear_loss(x: Tensor, w: Tensor, comm: Comm) -> Tensor:
+    return linear_cross_entropy(x, w, torch.zeros(len(x), dtype=torch.int64), valid=len(x))
+
+
+def begun_ahead(x: Tensor, w: Tensor, comm: Comm) -> Tensor:
+    space = dsp.Space({"t": 2, "s": 4}, comm)
+    (y,) = dsp.begin_switch([(x @ w.t()).tanh()], space, ["t s"], "t", "s").wait()
+    return y.square().sum()
+
+
+def ended(x: Tensor, w: Tensor, comm: Comm) -> Tensor:
+    space = dsp.Space({"t": 2}, comm)
+    x = dsp.split(x, space, "t c", "t", grad="replicated")
+    return dsp.gather((x @ w.t()).tanh(), space, "t c", "t", grad="replicated").square().sum()
+
+
+@pytest.mark.parametrize("verb", [log_probs, linear_loss, begun_ahead, ended])
+def test_a_second_derivative_that_also_flows_another_way_is_refused(verb: Any) -> None:
+    """PyTorch would leave out the part through the verb, without a word."""
+
+    def on_a_rank(comm: Comm) -> str:
+        x, w = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        w = torch.cat([w, w]).detach().requires_grad_()
+        loss = verb(x[: 1 if verb is begun_ahead else 2], w, comm)
+        with pytest.raises(NotImplementedError, match="no double backward; call backward without create_graph=True"):
+            torch.autograd.grad(loss + (w * x.sum()).sum(), x, create_graph=True)
+        return "refused"
+
+    assert run_threads(2, on_a_rank) == ["refused"] * 2
 
 
 def test_strides_that_cost_nothing_are_taken() -> None:
