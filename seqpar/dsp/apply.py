@@ -23,7 +23,7 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
-from seqpar.dsp.trial import mixes, tried, untested
+from seqpar.dsp.trial import ENOUGH, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
@@ -152,7 +152,7 @@ class Parallelized(ParallelModel):
         if not run.first or _in_backward():
             return run_stage(module, block, forward, run, arguments, self.grad)
         state, changed = self._current(name), dict[str, Tensor]()
-        run = run._replace(tried=self._to_try(state, name, block, run.grid, run.inside))
+        run = run._replace(tried=self._to_try(state, name, block, run.grid, run.inside, run.parts))
         state.inside = name
         with noting_changes(module, name, changed):
             out = run_stage(module, block, forward, run, arguments, self.grad)
@@ -160,20 +160,21 @@ class Parallelized(ParallelModel):
         state.changed |= changed
         state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
         state.mixed += [(name, dim) for dim, mixed in (run.tried or {}).items() if mixed]
-        state.note(out, whole=run.last)
+        if run.last or run.after != (None, None):
+            state.note(out, whole=run.last)
         return out
 
     def _to_try(
-        self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding
+        self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding, parts: int = 1
     ) -> dict[str, bool]:  # fmt: skip
-        """The dimensions of a stage that no forward has tried, each with False."""
+        """The dimensions of a stage that no forward has tried on as many rows, each with False."""
         if in_graph():  # selective recomputation would take a second call's results for the first one's
             return {}
         tried = getattr(state.model, SEEN).tried
-        due = [(name, dim, state.model.training) for dim in untested(block, grid, inside)]
-        found = {dim: False for _, dim, _ in due if (name, dim, state.model.training) not in tried}
-        tried.update(due)
-        return found
+        keys = {(name, dim, state.model.training): rows for dim, rows in to_try(block, grid, inside, parts).items()}
+        due = {key: rows for key, rows in keys.items() if tried.get(key, 1) < min(rows, ENOUGH)}
+        state.tried |= due
+        return {dim: False for _, dim, _ in due}
 
     def _exit(self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         exit = self.spec.exit
@@ -189,11 +190,11 @@ class Parallelized(ParallelModel):
         grid.check(x, exit.form, end, f"the input of {exit.module}")
         block = Block(exit.module, {argument: exit.form})
         due = self._to_try(state, exit.module, block, grid, end[0]) if state.first and end[1] == grid.held else {}
-        again = {dim: tried(module, block, grid, end[0], dim, [x], lambda xs: [forward(*xs)]) for dim in due}
+        trial = Trial(module, block, grid, end[0], list(due), arguments) if due else None
         out = forward(**arguments)
-        state.mixed += [
-            (exit.module, dim) for dim, y in again.items() if mixes(module, block, grid, end[0], dim, [out], y)
-        ]
+        if trial is not None:
+            mixed = trial.judge([out], lambda given: [forward(**given)])
+            state.mixed += [(exit.module, dim) for dim in mixed]
         out = grid.end([out], [exit.form], end, self.grad)[0]
         state.note(out, whole=True)
         return out
@@ -306,14 +307,14 @@ class Parallelized(ParallelModel):
         with agreement(f"a forward of {what}", self.comm, every=True) as call:
             if state.mixed:
                 name, dim = state.mixed[0]
+                remedy = (
+                    f"list {dim} in the whole of its block" if name in self.names else f"leave {dim} out of its rest"
+                )
                 raise NotImplementedError(
                     f"{name} mixes {dim}, along which ranks share its rows: rows change when other rows of {dim} do; "
-                    + (
-                        f"list {dim} in the whole of its block"
-                        if name in self.names
-                        else f"leave {dim} out of its rest"
-                    )
+                    f"{remedy}"
                 )
+            getattr(state.model, SEEN).tried.update(state.tried)
             if self.comm.size > 1:
                 check_results(what, out, state.ends, state.shards, self.grad)
             if state.uneven:
@@ -336,7 +337,7 @@ class _Seen:
         self.modules: list[nn.Module] = []
         self.shapes: set[object] = set()  # each with training or not
         self.sizes: set[object] = set()  # the same, known before the first stage
-        self.tried: set[object] = set()  # stages, each with a dimension, and training or not
+        self.tried: dict[object, int] = {}  # stages, each with a dimension, and training or not -> rows in a trial
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()

@@ -64,7 +64,8 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
         if isinstance(module, MIXING) and not matches(name, spec.outside):
             raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
         by_itself = isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) == {1}
-        if isinstance(module, MIXING_BETWEEN) and not by_itself and matches(name, spec.between):
+        between = matches(name, spec.between) and not matches(name, stages)
+        if isinstance(module, MIXING_BETWEEN) and between and not by_itself:
             raise NotImplementedError(
                 f"{name} of {what} is a {type(module).__name__}, which may mix rows, and its spec lists it under "
                 "between; make it a stage with a Block, which lists the dimensions that it mixes"
@@ -84,7 +85,9 @@ def noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> 
     yield
     for path, x in module.named_buffers():
         old, version = before.get(path, (None, 0))
-        if x is not old or _version(x) != version:
+        if old is None or x.shape != old.shape:  # a table for as many rows as a rank has
+            continue
+        if _version(x) != version if x is old else not torch.equal(x, old):
             changed[f"{name}.{path}"] = x
 
 
@@ -155,7 +158,8 @@ def check_results(what: str, out: Any, ends: Collection[Any], shards: Collection
     for name, x in leaves(out):
         if not isinstance(x, Tensor):
             continue
-        shared, past = _ways_past(x.grad_fn, ends, shards)
+        shared, past = _ways_past(x.grad_fn, ends, shards) if ends else (False, False)
+        past = past or (x.is_leaf and x.requires_grad)
         if shared or getattr(x.untyped_storage(), SHARE, False):
             where = name.lstrip(".") or "a tensor"
             raise NotImplementedError(
@@ -164,8 +168,8 @@ def check_results(what: str, out: Any, ends: Collection[Any], shards: Collection
             )
         if past and grad == "replicated":
             raise NotImplementedError(
-                f"{what} ends with inputs or parameters that do not pass its stages, whose gradients would count once "
-                'for each rank; give grad="sum" and divide the loss by the number of ranks'
+                f"{what} ends with tensors that do not pass its exit, whose gradients would count once for each rank; "
+                'give grad="sum" and divide the loss by the number of ranks'
             )
 
 

@@ -22,7 +22,7 @@ from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
-from seqpar.dsp.trial import mixes, tried
+from seqpar.dsp.trial import Trial
 from seqpar.nn.wrap import replaced
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import in_graph
@@ -54,8 +54,8 @@ class ForwardState:
 
     names: of all stages. seed: of this forward. changed: buffers that stages wrote to, in the first forward of a shape;
     uneven: those among them that some rank did not write exactly once. mixed: stages, and dimensions that they mix
-    contrary to the spec. inside: the stage that is being computed. ends, shards: autograd's nodes of what the model
-    ends with, and of what ranks have shares of.
+    contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage that is being computed.
+    ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
     """
 
     def __init__(self, model: nn.Module, space: Space, names: Sequence[str], training: bool, seed: int) -> None:
@@ -68,6 +68,7 @@ class ForwardState:
         self.changed: dict[str, Tensor] = {}
         self.uneven: list[str] = []
         self.mixed: list[tuple[str, str]] = []
+        self.tried: dict[object, int] = {}
         self.inside = ""
         self.draws: NoDraws | None = None  # in the first forward of these sizes
         self.ends: list[Any] = []
@@ -92,7 +93,8 @@ class ForwardState:
     def note(self, out: Tensor | tuple[Tensor, ...], *, whole: bool) -> None:
         """Note outputs of the exit or of a stage, by which what the model returns is recognised."""
         for x in (out,) if isinstance(out, Tensor) else out:
-            setattr(x.untyped_storage(), SHARE, not whole)
+            if x.untyped_storage().nbytes() == x.nbytes:  # else a view of something whole
+                setattr(x.untyped_storage(), SHARE, not whole)
             if x.grad_fn is not None:
                 (self.ends if whole else self.shards).append(x.grad_fn)
 
@@ -181,21 +183,21 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
             f"{run.inside} and skip the stage; use fully_shard on stages as a whole, or give a planner that shards "
             "another dimension"
         )
+    trial: Trial | None = None
     if skips and grid.absent(run.inside):
-        outs, others = _skip(module, [arguments[name] for name in block.stream], arguments), {}
+        outs = _skip(module, [arguments[name] for name in block.stream], arguments)
     else:
-        xs, again = [arguments[name] for name in block.stream], partial(_again, module, block, forward, run, arguments)
-        others = {dim: tried(module, block, grid, run.inside, dim, xs, again) for dim in run.tried or ()}
+        if run.tried:
+            trial = Trial(module, block, grid, run.inside, list(run.tried), arguments)
         outs = _called(module, block, forward, run, arguments)
     if len(outs) != len(block.stream):
         raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
     for (name, form), out in zip(block.stream.items(), outs, strict=True):
         grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
     if skips and not grid.absent(run.inside):
-        _check_alike(module, block, run, arguments, outs)
-    for dim, those in others.items():
-        assert run.tried is not None
-        run.tried[dim] |= mixes(module, block, grid, run.inside, dim, outs, those)
+        _check_alike(block, run, arguments, outs)
+    if trial is not None and run.tried is not None:
+        run.tried.update(dict.fromkeys(trial.judge(outs, partial(_called, module, block, forward, run)), True))
     return outs
 
 
@@ -203,13 +205,6 @@ def _called(module: nn.Module, block: Block, forward: Any, run: StageRun, argume
     with _shared_attention(block, run), _adapted(module, block, run):
         out = forward(**arguments)
     return list(out) if isinstance(out, (tuple, list)) else [out]
-
-
-def _again(
-    module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments, streams: Sequence[Tensor]
-) -> list[Tensor]:  # fmt: skip
-    """The outputs for other streams."""
-    return _called(module, block, forward, run, arguments | dict(zip(block.stream, streams, strict=True)))
 
 
 def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> None:
@@ -251,23 +246,20 @@ def _skip(module: nn.Module, streams: Sequence[Tensor], arguments: Mapping[str, 
     return list(_Skip.apply(len(streams), *streams, *inputs, *module.parameters()))
 
 
-def _check_alike(
-    module: nn.Module, block: Block, run: StageRun, arguments: Mapping[str, Any], outs: Sequence[Tensor]
-) -> None:
-    """Raise on all ranks for outputs that differ from inputs in what a rank without rows takes over from these."""
-    needs = [x for x in (*arguments.values(), *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
-    for (name, x), y in zip(((name, arguments[name]) for name in block.stream), outs, strict=True):
-        given, found = (x.shape, x.dtype, bool(needs) and torch.is_grad_enabled()), (y.shape, y.dtype, y.requires_grad)
-        if given != found:
+def _check_alike(block: Block, run: StageRun, arguments: Mapping[str, Any], outs: Sequence[Tensor]) -> None:
+    """Raise on all ranks for outputs whose shape or dtype is not the input's, which a rank without rows takes over."""
+    for name, y in zip(block.stream, outs, strict=True):
+        x = arguments[name]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
             with errors_on_all_ranks(run.name, run.grid.whole.comm):
                 raise NotImplementedError(
-                    f"{run.name} gives {name} as {_said(*found)} where it was {_said(*given)}, which a rank without "
-                    f"rows along {run.inside} cannot know; give a planner that shards another dimension"
+                    f"{run.name} gives {name} as {_said(y)} where it was {_said(x)}, which a rank without rows along "
+                    f"{run.inside} cannot know; give a planner that shards another dimension"
                 )
 
 
-def _said(shape: Sequence[int], dtype: torch.dtype, grad: bool) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')} {'with' if grad else 'without'} a gradient"
+def _said(x: Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
 class _Skip(torch.autograd.Function):

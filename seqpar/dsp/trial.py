@@ -1,111 +1,187 @@
 """A trial of a stage in its first forward: do rows that its spec keeps apart look at each other?
 
 A spec lists the dimensions that a stage mixes, and ranks share one of the others. A wrong list would give each rank its
-own, wrong result. So the stage is called once more with every second row of that dimension changed, and what comes out
-for the rows between must stay as it was::
+own, wrong result. So after its first call a stage is called again, without gradients: on the same rows, and on rows
+some of which have been replaced by their neighbours. What comes out for those that stayed must be the same::
 
-    rows of t     x0  x1  x2  x3         1-x0  x1  1-x2  x3
-    a stage       y0  y1  y2  y3          ...  y1   ...  y3     where it mixes other dimensions alone
+    rows of t     x0  x1  x2  x3         x1  x1  x2  x0
+    a stage       y0  y1  y2  y3         ..  y1  y2  ..      where it mixes other dimensions alone
+
+Parameters that are zero, as gates and last layers are at the start of training, hide what they will multiply later; in
+the trial they have other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.comm import PeerError
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
-from seqpar.dsp.space import Sharding, shares
+from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
-from seqpar.nn.saved_state import SavedState
-from seqpar.ops.core.regions import under_way
+from seqpar.nn.saved_state import eager, saved
 
+log = logging.getLogger("seqpar")
 ROUGH = 0.05  # of the largest result, where products are of 16 bits
+SMALL = 1e-3  # a parameter below this everywhere is given other values
+ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
 _LOW = {torch.bfloat16, torch.float16}
+_WIDE = {torch.float32, torch.float64}
+Arguments = dict[str, Any]
+Stage = Callable[[Arguments], Sequence[Tensor]]
 
 
-def untested(block: Block, grid: Grid, inside: Sharding) -> list[str]:
-    """The sharded dimensions along which a stage must treat rows one by one, and some rank has two of them."""
+def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[str, int]:
+    """The sharded dimensions along which a stage must treat rows one by one, and the rows of the rank that has most.
+
+    parts: the parts in which the stage is computed, along `inside`.
+    """
     read = {*block.whole, *(dim for _, dims in block.gathers.values() for dim in dims)}
-    sharded = [dim for dim in dict.fromkeys((inside, grid.held)) if dim is not None and _most(grid, inside, dim) > 1]
-    return [dim for dim in sharded if dim not in read]
+    most = dict[str, int]()
+    for dim, space in ((inside, grid.outer), (grid.held, grid.inner)):
+        if dim is not None and space is not None and dim not in read:
+            size, ranks = space.dims[dim], space.comm.size
+            cut = sizes_of_parts(size, ranks, parts) if dim == inside and parts > 1 else [size]
+            rows = max(max(shares(part, ranks)) for part in cut)
+            most[dim] = min(rows, most.get(dim, rows))
+    return {dim: rows for dim, rows in most.items() if rows > 1}
 
 
-def _most(grid: Grid, inside: Sharding, dim: str) -> int:
-    """The rows of the rank that has most."""
-    spaces = [space for space, at in ((grid.outer, inside), (grid.inner, grid.held)) if space is not None and at == dim]
-    return min(max(shares(space.dims[dim], space.comm.size)) for space in spaces)
+class Trial:
+    """A trial of one call. It is made before the call, since stages may write to what they get; `judge` follows it."""
 
+    def __init__(
+        self, module: nn.Module, block: Block, grid: Grid, inside: Sharding, dims: Sequence[str], arguments: Arguments
+    ) -> None:
+        self.module, self.block, self.grid, self.inside, self.dims = module, block, grid, inside, dims
+        self.forms = {**block.rows, **block.stream}
+        self.given = {
+            name: x.detach().clone() if isinstance(x, Tensor) and name in self.forms else x
+            for name, x in arguments.items()
+        }
+        others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.forms]
+        self.fixed = [*module.parameters(), *others]
+        self.versions = [_version(x) for x in self.fixed]
 
-def tried(
-    module: nn.Module, block: Block, grid: Grid, inside: Sharding, dim: str, streams: Sequence[Tensor],
-    compute: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-) -> list[tuple[int, list[Tensor]]]:  # fmt: skip
-    """What a stage gives where every second row of a dimension is changed, from row 0 or 1 on; its state is restored.
+    def judge(self, outs: Sequence[Tensor], call: Stage) -> list[str]:
+        """The dimensions along which rows depend on each other, on this rank. All ranks with rows take part.
 
-    compute: calls the stage. It comes before the stage's own call, since stages may return the same memory every time.
-    """
-    found, state = list[tuple[int, list[Tensor]]](), SavedState(module)
-    # as the stage is called, for compiled code; but a checkpoint around it counts what autograd saves
-    unseen = torch.no_grad() if under_way() else nullcontext()
-    # of two rows, either may be the one that looks at the other
-    for first in (0, 1) if _most(grid, inside, dim) == 2 else (0,):
-        changed = [_changed(x, grid, form, inside, dim, first) for x, form in zip(streams, block.stream.values())]
+        outs: what the stage gave. call: the stage once more. A stage that writes to its weights, fails, or gives other
+        results when it is called again, is not judged.
+        """
+        if [_version(x) for x in self.fixed] != self.versions:
+            return []
+        kept = [x.detach().clone() for x in outs]
         try:
-            with unseen:
-                found.append((first, [x.detach().clone() for x in compute(changed)]))
-        finally:
-            state.restore()
-    return found
+            return self._mixed(call)
+        except PeerError:
+            raise
+        except Exception as error:
+            log.info("a stage of %s was not tried: %s: %s", self.block.modules, type(error).__name__, error)
+            return []
+        finally:  # a stage may return the same memory in every call
+            for x, y in zip(outs, kept, strict=True):
+                if not torch.equal(x.detach(), y):
+                    x.data.copy_(y)
+
+    def _mixed(self, call: Stage) -> list[str]:
+        # as many calls on every rank, since a stage may wait for others inside
+        first = self._outs(call, self._rows())
+        others = [(dim, n, self._outs(call, self._rows(dim, n))) for dim in self.dims for n in (0, 1)]
+        if self._apart(first, self._outs(call, self._rows())):
+            return []
+        return [dim for dim, n, outs in others if self._apart(first, outs, dim, 1 - n)]
+
+    def _outs(self, call: Stage, arguments: Arguments) -> list[Tensor]:
+        with torch.no_grad(), _copied(self.module), saved(self.module), eager(self.module):
+            return [x.detach().clone() for x in call(arguments)]
+
+    def _rows(self, dim: str = "", chosen: int = 0) -> Arguments:
+        """The arguments in new memory, with some rows of a dimension replaced by the next ones."""
+        return {
+            name: self._replaced(x, name, dim, chosen) if isinstance(x, Tensor) and name in self.forms else x
+            for name, x in self.given.items()
+        }
+
+    def _replaced(self, x: Tensor, name: str, dim: str, chosen: int) -> Tensor:
+        form = self.forms[name]
+        if dim not in form_of(form).names:
+            return x.clone()
+        rows = self.grid.outer.unfold(x, form, self.inside)
+        at = form_of(form).index(dim)
+        index = torch.arange(rows.shape[at], device=x.device)
+        if len(index):
+            index = torch.where(_chosen(index) == chosen, index.roll(-1), index)
+        return form_of(form).fold(rows.index_select(at, index))
+
+    def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", stayed: int = 0) -> bool:
+        """Whether results differ by more than rounding, in the rows that stayed, or anywhere."""
+        rough = any(x.dtype in _LOW for x in (*a, *self.module.parameters())) or any(
+            torch.is_autocast_enabled(x.device.type) for x in a if not x.is_meta
+        )
+        pairs = zip(a, b, self.block.stream.values(), strict=True)
+        return any(_differ(*(self._stayed(z, form, dim, stayed) for z in (x, y)), rough) for x, y, form in pairs)
+
+    def _stayed(self, x: Tensor, form: str, dim: str, stayed: int) -> Tensor:
+        if dim not in form_of(form).names:
+            return x
+        rows = self.grid.outer.unfold(x, form, self.inside)
+        at = form_of(form).index(dim)
+        index = torch.arange(rows.shape[at], device=x.device)
+        return rows.index_select(at, index[_chosen(index) == stayed])
 
 
-def mixes(
-    module: nn.Module, block: Block, grid: Grid, inside: Sharding, dim: str, outs: Sequence[Tensor],
-    others: Sequence[tuple[int, Sequence[Tensor]]],
-) -> bool:  # fmt: skip
-    """Whether a stage's rows of one dimension depend on each other, on this rank.
-
-    outs: the stage's. others: what `tried` gave.
-    """
-    rough = any(x.dtype in _LOW for x in (*outs, *module.parameters())) or any(
-        torch.is_autocast_enabled(x.device.type) for x in outs if not x.is_meta
-    )
-    return any(
-        _apart(a, b, grid, form, inside, dim, 1 - first, rough)
-        for first, those in others
-        for a, b, form in zip(outs, those, block.stream.values(), strict=True)
-    )
+def _chosen(index: Tensor) -> Tensor:
+    """0 or 1 for each row, without a period: 0 1 1 0 1 0 0 1 ..., the parity of the ones in its number."""
+    bits = torch.zeros_like(index)
+    while bool((index > 0).any()):
+        bits, index = bits ^ (index & 1), index >> 1
+    return bits
 
 
-def _changed(x: Tensor, grid: Grid, form: str, inside: Sharding, dim: str, first: int) -> Tensor:
-    y = x.detach().clone()
-    if dim in form_of(form).names and x.is_floating_point():
-        rows = grid.outer.unfold(y, form, inside)
-        rows[_every_second(rows, form, dim, first)].neg_().add_(1)
-        y = form_of(form).fold(rows)
-    return y.requires_grad_().clone() if x.requires_grad else y  # no leaf: stages may write to what they get
-
-
-def _apart(a: Tensor, b: Tensor, grid: Grid, form: str, inside: Sharding, dim: str, first: int, rough: bool) -> bool:
-    """Whether two results differ by more than rounding: where the rows between lie, or anywhere without such rows."""
-    a = a.detach()
-    if dim in form_of(form).names:
-        a, b = (grid.outer.unfold(x, form, inside) for x in (a, b))
-        between = _every_second(a, form, dim, first)
-        a, b = a[between], b[between]
-    if not a.numel() or not a.is_floating_point():
-        return bool((a != b).any())
+def _differ(a: Tensor, b: Tensor, rough: bool) -> bool:
+    if not a.numel() or not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
     bound = ROUGH if rough else torch.finfo(a.dtype).eps ** 0.5
-    a, b = a.double(), b.double()
+    a, b = (torch.view_as_real(x) if x.is_complex() else x.double() for x in (a, b))
     apart = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)
     return bool(apart.max() > bound * a.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _every_second(x: Tensor, form: str, dim: str, first: int) -> tuple[Any, ...]:
-    """The index of every second row of an unfolded tensor."""
-    at = form_of(form).index(dim)
-    return tuple(slice(first, None, 2) if axis == at else slice(None) for axis in range(x.dim()))
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+@contextmanager
+def _copied(module: nn.Module) -> Iterator[None]:
+    """The module with copies of its buffers, and other values for parameters that are zero, or nearly, everywhere.
+
+    The graph of the stage's own call may need the buffers as they are.
+    """
+    own = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    try:
+        for part, parameters, buffers in own:
+            part._buffers.update({name: None if x is None else x.clone() for name, x in buffers.items()})
+            part._parameters.update({name: _filled(p) for name, p in parameters.items() if _is_small(p)})
+        yield
+    finally:
+        for part, parameters, buffers in own:
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
+
+
+def _is_small(p: Tensor | None) -> bool:
+    plain = type(p) is nn.Parameter and p.dtype in _LOW | _WIDE and p.numel() and not p.is_meta
+    return bool(plain and p is not None and p.detach().abs().max() < SMALL)
+
+
+def _filled(p: Any) -> nn.Parameter:
+    values = torch.linspace(0.1, 1.0, p.numel(), device=p.device, dtype=torch.float32)
+    return nn.Parameter(values.view(p.shape).to(p.dtype), p.requires_grad)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +22,7 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set u
 class SavedState:
     """A model's state besides its parameters: buffers, and attributes such as the length of a table.
 
-    Objects in attributes are not copied: a list to which a model appends stays longer.
+    Lists, sets, dicts and random generators in attributes are restored too; what they hold is not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,6 +30,9 @@ class SavedState:
         self._types = [type(m) for m in self._modules]
         self._buffers = [dict(m._buffers) for m in self._modules]
         self._attributes = [{} if _is_wrapper(m) else dict(m.__dict__) for m in self._modules]
+        own = [x for several in self._attributes for name, x in several.items() if name not in _OF_MODULES]
+        self._objects = [(x, copy(x)) for x in own if type(x) in (list, set, dict)]
+        self._drawing = [(x, _state_of(x)) for x in own if isinstance(x, (random.Random, np.random.Generator))]
         self._copies: Buffers = {
             (m, name): x.clone()
             for m, several in zip(self._modules, self._buffers) for name, x in several.items() if x is not None
@@ -34,9 +41,9 @@ class SavedState:
     def changed(self) -> Buffers:
         """Copies of the buffers whose values have changed, in their former shapes."""
         changed = {}
-        for (module, name), copy in self._copies.items():
+        for (module, name), former in self._copies.items():
             now = module._buffers.get(name)
-            if now is not None and now.shape == copy.shape and not torch.equal(now, copy):
+            if now is not None and now.shape == former.shape and not torch.equal(now, former):
                 changed[module, name] = now.clone()
         return changed
 
@@ -49,7 +56,7 @@ class SavedState:
                 module._buffers[name] = x
                 if x is not None:
                     value = (others or {}).get((module, name), self._copies[module, name])
-                    if not torch.equal(x, value):
+                    if not torch.equal(x, value) and not _same_bits(x, value):
                         x.copy_(value)
             if before and type(module) is kind:  # a lazy module changes its class once it knows its sizes
                 for name in module.__dict__.keys() - before.keys():
@@ -57,6 +64,33 @@ class SavedState:
                 for name, attribute in before.items():
                     if name not in module.__dict__ or module.__dict__[name] is not attribute:
                         module.__dict__[name] = attribute
+        for x, before in self._objects:
+            if type(x) is list:
+                x[:] = before
+            else:
+                x.clear()
+                x.update(before)
+        for x, drawn in self._drawing:
+            _set_state(x, drawn)
+
+
+_OF_MODULES = nn.Module().__dict__.keys()
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same where NaN equals NaN."""
+    return x.dtype.is_floating_point and bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _state_of(source: random.Random | np.random.Generator) -> Any:
+    return source.getstate() if isinstance(source, random.Random) else source.bit_generator.state
+
+
+def _set_state(source: random.Random | np.random.Generator, state: Any) -> None:
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    else:
+        source.bit_generator.state = state
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -65,16 +99,20 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def saved(model: nn.Module) -> Iterator[SavedState]:
-    """Restore the model and the random generators after the block."""
-    state, random = SavedState(model), torch.get_rng_state()
+    """Restore the model, and the random generators of torch, Python and numpy, after the block."""
+    state, drawn, others = SavedState(model), torch.get_rng_state(), (random.getstate(), np.random.get_state())
     devices = {x.device for x in (*model.buffers(), *model.parameters())}
     states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
     try:
         yield state
     finally:
         state.restore()
-        if not torch.equal(random, torch.get_rng_state()):
-            torch.set_rng_state(random)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            torch.set_rng_state(drawn)
+        if others[0] != random.getstate():
+            random.setstate(others[0])
+        if str(others[1]) != str(np.random.get_state()):
+            np.random.set_state(others[1])
         for device, of_device in states:
             torch.cuda.set_rng_state(of_device, device)
 
