@@ -2,7 +2,7 @@
 
 A spec lists the dimensions that a stage mixes, and ranks share one of the others. A wrong list would give each rank its
 own, wrong result. So after its first call a stage is called again, without gradients: on the same rows, and on rows
-some of which have been replaced by their neighbours. What comes out for those that stayed must be the same::
+where some are replaced by their neighbours. What comes out for the other rows must be the same::
 
     rows of t     x0  x1  x2  x3         x1  x1  x2  x0
     a stage       y0  y1  y2  y3         ..  y1  y2  ..      where it mixes other dimensions alone
@@ -35,7 +35,7 @@ ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
 _LOW = {torch.bfloat16, torch.float16}
 _WIDE = {torch.float32, torch.float64}
 Arguments = dict[str, Any]
-Stage = Callable[[Arguments], Sequence[Tensor]]
+Call = Callable[[Arguments], Sequence[Tensor]]
 
 
 def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[str, int]:
@@ -55,7 +55,7 @@ def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[s
 
 
 class Trial:
-    """A trial of one call. It is made before the call, since stages may write to what they get; `judge` follows it."""
+    """A trial of one call: it copies what the stage gets, which the stage may write to; `judge` follows the call."""
 
     def __init__(
         self, module: nn.Module, block: Block, grid: Grid, inside: Sharding, dims: Sequence[str], arguments: Arguments
@@ -70,7 +70,7 @@ class Trial:
         self.fixed = [*module.parameters(), *others]
         self.versions = [_version(x) for x in self.fixed]
 
-    def judge(self, outs: Sequence[Tensor], call: Stage) -> list[str]:
+    def judge(self, outs: Sequence[Tensor], call: Call) -> list[str]:
         """The dimensions along which rows depend on each other, on this rank. All ranks with rows take part.
 
         outs: what the stage gave. call: the stage once more. A stage that writes to its weights, fails, or gives other
@@ -91,7 +91,7 @@ class Trial:
                 if not torch.equal(x.detach(), y):
                     x.data.copy_(y)
 
-    def _mixed(self, call: Stage) -> list[str]:
+    def _mixed(self, call: Call) -> list[str]:
         # as many calls on every rank, since a stage may wait for others inside
         first = self._outs(call, self._rows())
         others = [(dim, n, self._outs(call, self._rows(dim, n))) for dim in self.dims for n in (0, 1)]
@@ -99,7 +99,7 @@ class Trial:
             return []
         return [dim for dim, n, outs in others if self._apart(first, outs, dim, 1 - n)]
 
-    def _outs(self, call: Stage, arguments: Arguments) -> list[Tensor]:
+    def _outs(self, call: Call, arguments: Arguments) -> list[Tensor]:
         with torch.no_grad(), _copied(self.module), saved(self.module), eager(self.module):
             return [x.detach().clone() for x in call(arguments)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import Block, Exit, Spec, parallelize
-from seqpar.testing import run_threads
+from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import SHARDED, compared, gradients, made
 
@@ -25,6 +27,7 @@ ALONG_T: dict[str, Mixing] = {
     "a sum of earlier rows": lambda x: x.cumsum(1),
     "a sum of later rows": lambda x: x.flip(1).cumsum(1).flip(1),
     "the row before": lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1],
+    "the last row": lambda x: x[:, -1:].expand_as(x),
     "a softmax": lambda x: x.softmax(1),
     "statistics of groups": lambda x: F.group_norm(x.movedim(-1, 1), 2).movedim(1, -1),
     "a pool": lambda x: F.avg_pool1d(x.movedim(1, -1).flatten(0, 2)[:, None], 3, 1, 1).view(1, 6, 8, -1).movedim(-1, 1),
@@ -92,6 +95,233 @@ def test_a_stage_that_mixes_what_ranks_share(name: str) -> None:
     for said in refused(Clip(ALONG_T[name])):
         assert "NotImplementedError: second mixes t, along which ranks share its rows" in said, said
         assert said.endswith("list t in the whole of its block")
+
+
+def test_rows_that_look_far_are_seen_where_a_rank_has_more() -> None:
+    also: Mixing = lambda x: F.pad(x, (0, 0, 0, 0, 2, 0))[:, :-2]  # noqa: E731
+    assert all("second mixes t" in said for said in refused(Clip(also), x=rand(1, 8, 6, 3)))
+
+    def on_a_rank(comm: Comm) -> list[str]:
+        model, said = made(Clip, also), []
+        parallelize(model, comm, SPEC, plan=SHARDED)
+        for x in (X, rand(1, 8, 6, 3), rand(1, 8, 6, 3)):  # two rows a rank, then four; and the same again
+            try:
+                said.append(str(model(x).shape))
+            except (NotImplementedError, ValueError) as error:
+                said.append(str(error))
+        return said
+
+    for few, more, again in run_threads(2, on_a_rank, timeout=20):
+        assert "[1, 4, 6, 3]" in few and "second mixes t" in more and "second mixes t" in again
+
+
+class Gated(Stage):
+    """What it adds is multiplied by zero at first, as in DiT, and looks at earlier rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.linear(x.cumsum(1))
+
+
+def test_a_gate_that_is_closed_hides_nothing() -> None:
+    model = Clip()
+    model.second = Gated()
+    assert all("second mixes t" in said for said in refused(model))
+
+
+# --- what is right, and stays so --------------------------------------------------------------------------------------
+
+
+class Drawing(Stage):
+    """Left out now and then, by a generator that all ranks seed alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.random.random() < 0.5 else x
+
+
+class Counting(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return super().forward(x) * self.state["calls"]
+
+
+class Remembering(Stage):
+    """It keeps what it saw first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "x" not in self.kept:
+            self.kept["x"] = x.tanh()
+        return super().forward(x) + self.kept["x"]
+
+
+class Shrinking(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return super().forward(x) * self.scale
+
+
+class Tabled(Stage):
+    """It makes a table for its rows, and has a buffer that nothing was written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unset", torch.full((3,), torch.nan))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("turns", torch.arange(x.shape[1], dtype=x.dtype).cos().mean() * 0 + torch.ones(x.shape[1]))
+        return super().forward(x) * self.turns.view(1, -1, 1, 1)
+
+
+class Choosy(Stage):
+    """Defined for positive numbers alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.abs() + 1
+        if (y < 1).any():
+            raise ValueError("a negative number")
+        return torch.linalg.cholesky(torch.diag_embed(y)).diagonal(dim1=-2, dim2=-1) + self.linear(x)
+
+
+class Writing(Stage):
+    """It writes to what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+class Derived(Stage):
+    """It has a derivative inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x if x.requires_grad else x.detach().requires_grad_()
+            (d,) = torch.autograd.grad(z.square().sum(), z)
+        return super().forward(x) + d
+
+
+STAGES = (Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, Derived)
+
+
+@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("ranks, rows", [(2, 8), (3, 8), (5, 4)])
+def test_stages_with_a_state_or_a_domain(kind: type[Stage], ranks: int, rows: int) -> None:
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Clip)
+        model.second = made(kind)
+        if comm.size > 1:
+            parallelize(model, comm, SPEC, plan=SHARDED)
+        return gradients(model, {"x": rand(1, rows, 6, 3)})
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(ranks, on_a_rank), want)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def under_a_cache(comm: Comm) -> dict[str, Tensor]:
+    """A weight that is computed once a step, by a stage under a checkpoint."""
+    model = made(Clip)
+    parametrize.register_parametrization(model.second.linear, "weight", Doubled())
+    inner = model.second.forward
+    model.second.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
+    if comm.size > 1:
+        parallelize(model, comm, SPEC, plan=SHARDED)
+    with parametrize.cached():
+        return gradients(model, {"x": X})
+
+
+def test_a_cache_is_filled_by_the_stage_and_not_by_its_trial() -> None:
+    compared(run_processes(2, under_a_cache), under_a_cache(LocalComm()))
+
+
+class Masked(nn.Module):
+    """Rows beside a mask, which it passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.linear((x * m[..., None]).mean(2, keepdim=True)), m
+
+
+class MaskedClip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.first, self.second = Masked(), Masked()
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        h, m = self.first(self.enter(x), m)
+        h, m = self.second(h, m)
+        return self.leave(h)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_streams_without_gradients(dtype: torch.dtype, ranks: int) -> None:
+    stream = {"x": "b t s c", "m": "b t s"}
+    blocks = tuple(Block(name, stream, ("s",), rest=ANY) for name in ("first", "second"))
+    spec, m = replace(SPEC, model="MaskedClip", blocks=blocks), (rand(1, 4, 6) > -1).to(dtype)
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(MaskedClip)
+        if comm.size > 1:
+            parallelize(model, comm, spec, plan=SHARDED)
+        return gradients(model, {"x": X, "m": m})
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(ranks, on_a_rank), want)
+
+
+class Summing(nn.Module):
+    """Its mask's rows are summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return x + self.linear(x.mean(2, keepdim=True)) * w.cumsum(1)[..., None, None]
+
+
+class Weighted(Clip):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Summing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.second(self.first(self.enter(x)), x[:, :, 0, 0]))
+
+
+def test_other_arguments_whose_rows_meet() -> None:
+    block = Block("second", {"x": "b t s c"}, ("s",), rows={"w": "b t"}, rest=ANY)
+    spec = replace(SPEC, model="Weighted", blocks=(SPEC.blocks[0], block))
+    assert all("second mixes t" in said for said in refused(Weighted(), spec))
 
 
 def test_what_the_remedy_says_is_right() -> None:
