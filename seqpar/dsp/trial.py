@@ -35,7 +35,7 @@ ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
 _LOW = {torch.bfloat16, torch.float16}
 _WIDE = {torch.float32, torch.float64}
 Arguments = dict[str, Any]
-Call = Callable[[Arguments], Sequence[Tensor]]
+CallStage = Callable[[Arguments], Sequence[Tensor]]
 
 
 def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[str, int]:
@@ -70,7 +70,7 @@ class Trial:
         self.fixed = [*module.parameters(), *others]
         self.versions = [_version(x) for x in self.fixed]
 
-    def judge(self, outs: Sequence[Tensor], call: Call) -> list[str]:
+    def judge(self, outs: Sequence[Tensor], call: CallStage) -> list[str]:
         """The dimensions along which rows depend on each other, on this rank. All ranks with rows take part.
 
         outs: what the stage gave. call: the stage once more. A stage that writes to its weights, fails, or gives other
@@ -91,7 +91,7 @@ class Trial:
                 if not torch.equal(x.detach(), y):
                     x.data.copy_(y)
 
-    def _mixed(self, call: Call) -> list[str]:
+    def _mixed(self, call: CallStage) -> list[str]:
         # as many calls on every rank, since a stage may wait for others inside
         first = self._outs(call, self._rows())
         others = [(dim, n, self._outs(call, self._rows(dim, n))) for dim in self.dims for n in (0, 1)]
@@ -99,7 +99,7 @@ class Trial:
             return []
         return [dim for dim, n, outs in others if self._apart(first, outs, dim, 1 - n)]
 
-    def _outs(self, call: Call, arguments: Arguments) -> list[Tensor]:
+    def _outs(self, call: CallStage, arguments: Arguments) -> list[Tensor]:
         with torch.no_grad(), _copied(self.module), saved(self.module), eager(self.module):
             return [x.detach().clone() for x in call(arguments)]
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import seqpar
+from seqpar import recurrent
 from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
@@ -30,6 +31,7 @@ from seqpar.ops.core import collective_op
 from seqpar.ops.core.handles import bind, carried, carry
 from seqpar.plan import Plan
 from seqpar.testing import run_processes
+from seqpar.train import all_sum
 from tests.cases import Case
 
 OPS = torch.ops.seqpar
@@ -574,3 +576,26 @@ def test_the_op_has_no_double_backward() -> None:
 
 def test_a_ticket_says_nothing_by_its_value() -> None:
     assert int(carry("anything")) == int(carry("else")) == 0
+
+
+# --- what compilers drop ----------------------------------------------------------------------------------------------
+
+
+def evaluated(comm: Comm, verb: str) -> float:
+    """A compiled model on a batch of one token, of which one rank has nothing."""
+    plan = Plan(Mask([1]), Layout.contiguous(1, comm.size))
+    verbs = {
+        "attention": lambda x, at: seqpar.attention(x, x, x, at),
+        "linear_attention": lambda x, at: recurrent.linear_attention(x, x, x, at),
+        "shift": lambda x, at: recurrent.shift(x, at),
+    }
+    x = seqpar.shard(torch.ones(1, 2, 4), plan, comm.rank)
+    run = torch.compile(lambda x, at: verbs[verb](x, at).sin() * 2, backend="inductor")
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        return float(all_sum(run(x, bind(plan, comm)).sum(), comm))
+
+
+@pytest.mark.parametrize("verb", ["attention", "linear_attention", "shift"])
+def test_a_rank_without_rows_takes_part_in_what_inductor_compiles(verb: str) -> None:
+    found = run_processes(2, evaluated, verb)
+    assert found[0] == found[1] == pytest.approx(evaluated(LocalComm(), verb))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.node import has_side_effect
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import uncompiled
@@ -117,6 +118,7 @@ class CollectiveOp:
         LIBRARY.impl(self.name, uncompiled(self._run_in_graph), "CompositeExplicitAutograd")
         LIBRARY.impl(self.name, uncompiled(self._differentiable), "Autograd")
         torch.library.register_fake(f"seqpar::{self.name}", fake, lib=LIBRARY)
+        _kept(self.name)
 
     def define_back(self, schema: str, fake: Callable[..., Any]) -> None:
         """Register the op ``seqpar::name_backward`` of gradients, tensors, results, ticket and needs."""
@@ -124,6 +126,7 @@ class CollectiveOp:
         LIBRARY.define(f"{name}{schema}", tags=TAGS)
         LIBRARY.impl(name, uncompiled(self._run_back_in_graph), "CompositeExplicitAutograd")
         torch.library.register_fake(f"seqpar::{name}", fake, lib=LIBRARY)
+        _kept(name)
 
     def dispatch(self, tensors: Tensors, handles: Sequence[Tensor], *options: Any) -> tuple[Sequence[Tensor], Tensor]:
         """The results and the ticket, through the dispatcher."""
@@ -169,6 +172,11 @@ class CollectiveOp:
             return (results, ticket) if self._tensors is None else (*results, ticket)
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.seqpar, self.name)(*arguments)
+
+
+def _kept(name: str) -> None:
+    """Keep compilers from dropping an op whose result a rank does not use, or that is empty: other ranks wait for it."""
+    has_side_effect(getattr(torch.ops.seqpar, name).default)
 
 
 def requirements(tensors: Sequence[object]) -> list[bool]:
