@@ -149,6 +149,13 @@ def check_labels(who: str, labels: Tensor, vocabulary: int, ignore_index: int) -
         )
 
 
+def refuse_learned(who: str, **numbers: object) -> None:
+    """Raise NotImplementedError for numbers that are learned, and would get no gradient."""
+    for name, x in numbers.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(f"{who}: {name} has no gradient; detach it")
+
+
 def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, chunk: int) -> None:
     """Raise TypeError, ValueError or NotImplementedError for arguments that are not a head over these rows."""
     for kind, x in (("weight", weight), ("bias", bias)):

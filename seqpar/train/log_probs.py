@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from seqpar.ops.core.collective_op import refuse_double_backward
-from seqpar.train.head import Head, blocks, capped, check_head, check_labels, check_rows, finish
+from seqpar.train.head import Head, blocks, capped, check_head, check_labels, check_rows, finish, refuse_learned
 
 
 @overload
@@ -67,6 +67,7 @@ def token_log_probs(
     check_rows(hidden, labels, "hidden")
     check_head("token_log_probs", hidden, weight, bias, softcap, chunk)
     check_labels("token_log_probs", labels, weight.shape[0], ignore_index)
+    refuse_learned("token_log_probs", temperature=temperature, softcap=softcap)
     if not hasattr(temperature, "__float__") or not 0.0 < temperature < math.inf:
         raise ValueError(f"token_log_probs: temperature={temperature}, expected a finite number above 0")
     options = _Settings(temperature, bool(entropy), softcap, ignore_index, chunk, bias is not None)

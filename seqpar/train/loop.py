@@ -14,6 +14,7 @@ loop.
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -188,6 +189,12 @@ class Loop:
             raise ValueError(
                 f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "
                 "equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before every step"
+            )
+        if math.isinf(worst.largest):
+            raise ValueError(
+                f"{told}: one of them is infinite or NaN, as after a step that only some ranks skipped; start again "
+                "from equal weights, and call sync_gradients before GradScaler.unscale_, so that all ranks find the "
+                "same overflow"
             )
         self._quiet = True
         self._warn(

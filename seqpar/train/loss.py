@@ -20,7 +20,17 @@ from torch import Tensor
 
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.collective_op import refuse_double_backward
-from seqpar.train.head import Gradients, Head, blocks, capped, check_head, check_labels, check_rows, finish
+from seqpar.train.head import (
+    Gradients,
+    Head,
+    blocks,
+    capped,
+    check_head,
+    check_labels,
+    check_rows,
+    finish,
+    refuse_learned,
+)
 
 
 def cross_entropy(
@@ -86,6 +96,7 @@ def linear_cross_entropy(
     """
     check_rows(hidden, labels, "hidden")
     _check_numbers(valid, label_smoothing, z_loss, average_over)
+    refuse_learned("linear_cross_entropy", valid=valid, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
     check_head("linear_cross_entropy", hidden, weight, bias, softcap, chunk)
     check_labels("linear_cross_entropy", labels, weight.shape[0], ignore_index)
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)

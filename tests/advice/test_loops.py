@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 
@@ -112,6 +113,42 @@ def test_a_run_starts_again_and_sums_gradients_before_every_step() -> None:
             return float(model(**EVERY[comm.rank]).loss.detach()) < LOSS
 
     assert run_threads(2, rank) == [True, True]
+
+
+def test_gradients_are_summed_before_a_scaler_looks_at_them() -> None:
+    def steps(comm: Comm, model: nn.Module, *, first: bool) -> list[float]:
+        """Weights after each step with a scale at which one rank's gradients overflow."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**126), []
+        for _ in range(4):
+            loss = model(**EVERY[comm.rank]).loss * (1 if comm.rank else 1e3)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if first:
+                sync_gradients(model.parameters(), comm)
+            scaler.unscale_(optimizer)
+            if not first:
+                sync_gradients(model.parameters(), comm)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(float(model.lm_head.weight.detach().double().norm()))
+        return found
+
+    def rank(comm: Comm) -> list[float]:
+        model = copy.deepcopy(MODEL)
+        with seqpar.parallelize(model, comm):
+            with advised(
+                ValueError,
+                "start again from equal weights, and call sync_gradients before GradScaler.unscale_, so that all ranks "
+                "find the same overflow",
+            ):
+                steps(comm, model, first=False)
+            model.load_state_dict(MODEL.state_dict())
+        with seqpar.parallelize(model, comm):
+            return steps(comm, model, first=True)
+
+    first, second = run_threads(2, rank)
+    assert first == second and all(math.isfinite(x) for x in first)
 
 
 def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:

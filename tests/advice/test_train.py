@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import Mean, all_sum, check_model, grad_norm, linear_cross_entropy, sync_gradients
+from seqpar.train import Mean, all_sum, check_model, grad_norm, linear_cross_entropy, sync_gradients, token_log_probs
 from tests.advice.remedies import advised, default_group
 
 
@@ -203,3 +203,13 @@ def test_a_loss_of_a_sharded_weight_is_computed_in_the_forward_that_gathers_it()
         ):
             linear_cross_entropy(hidden, model.weight, labels, valid=3)
         assert torch.allclose(model(hidden, labels), expected)
+
+
+def test_a_number_that_is_learned_elsewhere_is_detached() -> None:
+    hidden, weight, labels = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
+    temperature = torch.tensor(0.5, requires_grad=True)
+    with advised(NotImplementedError, "detach it"):
+        token_log_probs(hidden, weight, labels, temperature=temperature)
+    found = token_log_probs(hidden, weight, labels, temperature=temperature.detach())
+    expected = (hidden @ weight.T / 0.5).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    assert torch.allclose(found, expected, atol=1e-5)

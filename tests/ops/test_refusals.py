@@ -375,6 +375,52 @@ def test_double_backward_is_refused() -> None:
     assert run_threads(3, twice) == ["refused"] * 3
 
 
+def several_gradients(comm: Comm) -> list[str]:
+    said = []
+    for name, verb in verbs_of(comm).items():
+        x = torch.ones(6, 2, 4, requires_grad=True)
+        y = verb(x)
+        y = y[0] if isinstance(y, tuple) else y
+        with pytest.raises(NotImplementedError) as error:
+            torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+        said.append(f"{name}: {error.value}")
+    return said
+
+
+def test_several_gradients_at_once_are_refused() -> None:
+    for each in run_processes(2, several_gradients):
+        assert len(each) == len(verbs_of(LocalComm()))
+        assert all("has no backward with is_grads_batched=True" in text for text in each), each
+
+
+def test_learned_numbers_are_refused_before_their_gradient_is_lost() -> None:
+    p, comm = torch.ones((), requires_grad=True), LocalComm()
+    plan = Plan(Mask([6]), Layout.contiguous(6, 1))
+    q, w = torch.ones(6, 2, 4), torch.ones(3, 4)
+    with pytest.raises(NotImplementedError, match="scale has no gradient; multiply q by it, and give scale=1.0"):
+        seqpar.attention(q, q, q, plan, comm, scale=p)
+    with pytest.raises(NotImplementedError, match="softcap has no gradient; detach it"):
+        seqpar.attention(q, q, q, plan, comm, softcap=p)
+    seqpar.attention(q, q, q, plan, comm, scale=p.detach(), softcap=p.detach())
+    x, labels = torch.ones(6, 4), torch.zeros(6, dtype=torch.int64)
+    for name in ("valid", "label_smoothing", "z_loss", "softcap"):
+        with pytest.raises(NotImplementedError, match=f"linear_cross_entropy: {name} has no gradient; detach it"):
+            linear_cross_entropy(x, w, labels, **{"valid": 6, name: p})
+    for name in ("temperature", "softcap"):
+        with pytest.raises(NotImplementedError, match=f"token_log_probs: {name} has no gradient; detach it"):
+            token_log_probs(x, w, labels, **{name: p})
+
+
+def test_a_learned_scale_by_way_of_the_queries() -> None:
+    def on_a_rank(comm: Comm) -> Tensor:
+        a, p = arguments_of(comm), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        out = seqpar.attention(a["q"] * p, a["k"], a["v"], a["plan"], comm, scale=1.0)
+        out.square().sum().backward()
+        return p.grad
+
+    torch.testing.assert_close(sum(run_threads(3, on_a_rank)), run_threads(1, on_a_rank)[0])
+
+
 def log_probs(x: Tensor, w: Tensor, comm: Comm) -> Tensor:
     return token_log_probs(x, w, torch.zeros(len(x), dtype=torch.int64)).sum()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+import seqpar
 from seqpar.facts.layout import Layout
 from seqpar.ops.attention.rotary import rotary
 
@@ -104,3 +106,16 @@ def test_what_does_not_fit_is_named(change, error, message) -> None:
 def test_a_scaling_is_finite(scaling) -> None:
     with pytest.raises(ValueError, match="scaling must be finite"):
         rotary(*inputs(), scaling=scaling)
+
+
+def test_forward_mode_and_transforms_are_refused() -> None:
+    x, positions, frequencies = torch.ones(3, 2, 4), torch.arange(3), torch.ones(2)
+    for transform in (
+        lambda: torch.func.jvp(lambda y: seqpar.rotary(y, positions, frequencies), (x,), (x,)),
+        lambda: torch.func.grad(lambda y: seqpar.rotary(y, positions, frequencies).sum())(x),
+        lambda: torch.func.vmap(lambda y: seqpar.rotary(y, positions, frequencies))(x[None]),
+    ):
+        with pytest.raises(NotImplementedError, match="rotary inside a transform of torch.func"):
+            transform()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="rotary has no forward-mode derivative"):
+        seqpar.rotary(forward_ad.make_dual(x, x), positions, frequencies)

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from seqpar.kernels.memory.rotary import rotate
 from seqpar.kernels.protocol import DTYPES
+from seqpar.ops.core.agreement import refuse_transforms
+from seqpar.ops.core.collective_op import refuse_tangents
 
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 _LIBRARY.define(
@@ -29,10 +32,13 @@ def rotary(
     float64 for float64; differentiable in x, any number of times.
 
     Raises: ValueError for shapes, dtypes or devices that do not match; NotImplementedError for frequencies that require
-    a gradient.
+    a gradient, forward-mode derivatives, and inside transforms of torch.func.
 
     Source: Su et al. 2021 (RoFormer).
     """
+    refuse_transforms("rotary")
+    if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+        refuse_tangents("rotary", (x,))
     given = (x, positions, frequencies)
     if x.dim() != 3 or positions.shape != x.shape[:1] or frequencies.dim() != 1:
         raise ValueError(f"expected x [T, H, D], positions [T], frequencies [R/2], got {_given(*given)}")

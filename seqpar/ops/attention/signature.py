@@ -101,6 +101,10 @@ def signature_of(
             )
     if grads[4]:
         raise NotImplementedError("alibi_slopes have no gradient; detach them")
+    if isinstance(options.scale, Tensor) and options.scale.requires_grad:
+        raise NotImplementedError("scale has no gradient; multiply q by it, and give scale=1.0")
+    if isinstance(options.softcap, Tensor) and options.softcap.requires_grad:
+        raise NotImplementedError("softcap has no gradient; detach it")
     if options.dropout_seed is not None and not isinstance(options.dropout_seed, Integral):
         raise ValueError(f"dropout_seed must be an integer, got {options.dropout_seed!r}")
     try:

@@ -101,7 +101,7 @@ def refuse_transforms(what: str) -> None:
     """Raise NotImplementedError inside a transform of `torch.func`, whose tensors have no memory to send."""
     if _transforms_active() and not torch.compiler.is_compiling():
         raise NotImplementedError(
-            f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), which has no rule for collectives; "
+            f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), for which it has no rule; "
             "call it outside, and differentiate with torch.autograd.grad"
         )
 

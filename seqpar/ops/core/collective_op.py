@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.fx.node import has_side_effect
 
@@ -175,7 +176,7 @@ class CollectiveOp:
 
 
 def _kept(name: str) -> None:
-    """Keep compilers from dropping an op whose result a rank does not use, or that is empty: other ranks wait for it."""
+    """Keep compilers from dropping an op whose result is unused or empty on a rank: other ranks wait for it."""
     has_side_effect(getattr(torch.ops.seqpar, name).default)
 
 
@@ -227,6 +228,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batches(ctx.op.name, grads)
         if ctx.op.adjoint is not None:
             op, options = ctx.way_back
             return (None, None, None, *_placed(ctx, op([grads[n] for n in ctx.needed], [ctx.record], *options)))
@@ -260,6 +262,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batches(ctx.op.name, grads)
         if ctx.op.adjoint is not None:
             op, options = ctx.way_back
             found, _ = op.dispatch([grads[n] for n in ctx.needed], [ctx.ticket], *options, [False] * len(ctx.needed))
@@ -297,6 +300,15 @@ def refuse_capture(what: str) -> None:
             f"{what} of a compiled function in a CUDA graph under capture, whose replays would compute this plan for "
             "every batch; leave capturing to torch.compile, which captures the parts between such calls if "
             "torch._inductor.config.graph_partition is on, as by default"
+        )
+
+
+def refuse_batches(what: str, grads: Tensors) -> None:
+    """Raise NotImplementedError in a backward of several gradients at once."""
+    if any([x is not None and is_legacy_batchedtensor(x) for x in grads]):
+        raise NotImplementedError(
+            f"{what} has no backward with is_grads_batched=True, which vectorize=True of torch.autograd.functional uses; "
+            "take one gradient after another"
         )
 
 
