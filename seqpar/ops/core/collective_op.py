@@ -307,7 +307,7 @@ def refuse_batches(what: str, grads: Tensors) -> None:
     """Raise NotImplementedError in a backward of several gradients at once."""
     if any([x is not None and is_legacy_batchedtensor(x) for x in grads]):
         raise NotImplementedError(
-            f"{what} has no backward with is_grads_batched=True, which vectorize=True of torch.autograd.functional uses; "
+            f"{what} has no backward with is_grads_batched=True, nor with vectorize=True of torch.autograd.functional; "
             "take one gradient after another"
         )
 
