@@ -37,11 +37,11 @@ class SharedForward(Rerouting):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None,
+        scale: float | None, samples: int = 1,
     ) -> Tensor:  # fmt: skip
         kept = self.sharing.kept(self.sizes)
         if kept is None or not len(kept) == q.shape[0] == k.shape[0]:
-            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale)
+            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale, samples)
         at = kept.nonzero()[:, 0].to(q.device)
         out = super()._attend(q[at], k[at], v[at], mask, dropout_p, is_causal, scale)
         return out.new_zeros(len(kept), *out.shape[1:]).index_copy(0, at, out)

@@ -200,18 +200,12 @@ class Rerouting(TorchFunctionMode):
                 raise ValueError(f"sdpa: expected queries, keys and values of the same number of samples, got {shapes}")
             if samples > 1 and attn_mask is not None:
                 raise NotImplementedError(f"sdpa: attn_mask needs one packed batch, got {samples} samples")
-            if samples > 1 and not under_trial() and query.shape[2] == self.plan.rows(self.comm.rank):
-                raise ValueError(
-                    f"sdpa: got {samples} samples of {query.shape[2]} rows, as many as the plan has on rank "
-                    f"{self.comm.rank} for all samples together; pack the samples into one row, [1, H, T, D], and give "
-                    "the mask a document for each"
-                )
             if is_causal and attn_mask is not None:
                 raise ValueError("sdpa: give attn_mask or is_causal=True, not both")
             if not enable_gqa and query.shape[-3] != key.shape[-3]:
                 raise ValueError(f"sdpa: fewer heads of keys need enable_gqa=True, got {shapes}")
         q, k, v = (x.transpose(0, 1) if x.dim() == 3 else x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale)
+        out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale, samples)
         if query.dim() == 3:
             return out.transpose(0, 1)
         return out.unflatten(0, (samples, query.shape[2])).transpose(1, 2)
@@ -267,7 +261,7 @@ class Rerouting(TorchFunctionMode):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None,
+        scale: float | None, samples: int = 1,
     ) -> Tensor:  # fmt: skip
         """Attention over packed q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]."""
         with self._refusals():
@@ -275,6 +269,12 @@ class Rerouting(TorchFunctionMode):
             rows = [self.plan.rows(self.comm.rank, side) for side in ("q", "kv")]
             if record is not None and record.fewer:
                 rows = [q.shape[0], k.shape[0]]
+            if samples > 1 and [q.shape[0], k.shape[0]] == [samples * n for n in rows]:
+                raise ValueError(
+                    f"sdpa: got {samples} samples of {rows[0]} rows, as many as the plan has for all of them on rank "
+                    f"{self.comm.rank}; pack the samples into one row, [1, H, T, D], and give the mask a document for "
+                    "each"
+                )
             if [q.shape[0], k.shape[0]] != rows or v.shape[0] != rows[1]:
                 raise ValueError(
                     f"sdpa: {q.shape[0]} rows attend over {k.shape[0]}, the plan has {rows[0]} and {rows[1]} on rank "
