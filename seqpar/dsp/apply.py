@@ -191,7 +191,9 @@ class Parallelized(ParallelModel):
         block = Block(exit.module, {argument: exit.form})
         due = self._to_try(state, exit.module, block, grid, end[0]) if state.first and end[1] == grid.held else {}
         trial = Trial(module, block, grid, end[0], list(due), arguments) if due else None
+        state.inside = exit.module if end[0] is not None else ""
         out = forward(**arguments)
+        state.inside = ""
         if trial is not None:
             mixed = trial.judge([out], lambda given: [forward(**given)])
             state.mixed += [(exit.module, dim) for dim in mixed]

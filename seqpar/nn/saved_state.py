@@ -65,6 +65,8 @@ class SavedState:
                     if name not in module.__dict__ or module.__dict__[name] is not attribute:
                         module.__dict__[name] = attribute
         for x, before in self._objects:
+            if _same_items(x, before):  # it may belong to others too, who must not see it empty
+                continue
             if type(x) is list:
                 x[:] = before
             else:
@@ -75,6 +77,13 @@ class SavedState:
 
 
 _OF_MODULES = nn.Module().__dict__.keys()
+
+
+def _same_items(x: Any, y: Any) -> bool:
+    """Whether two lists, dicts or sets hold the same objects, in the same order."""
+    if type(x) is dict:
+        return _same_items([*x.keys(), *x.values()], [*y.keys(), *y.values()])
+    return len(x) == len(y) and all(a is b for a, b in zip(x, y))
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

@@ -425,6 +425,17 @@ def test_random_numbers_where_ranks_have_shares(name: str, place: str) -> None:
         assert f"{where} calls {name.split('.')[-1].split()[0]}, which would draw other numbers" in said, said
 
 
+def test_random_numbers_in_the_exit() -> None:
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5)
+
+    model = Clip()
+    model.leave = Dropping(8, 3)
+    for said in refused(model):
+        assert "leave calls dropout, which would draw other numbers" in said, said
+
+
 def test_dropout_that_is_off_is_no_draw() -> None:
     assert refused(Clip(lambda x: torch.dropout(x, 0.5, False) + F.dropout(x, 0.0))) == ["nothing"] * 2
 

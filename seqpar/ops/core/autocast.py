@@ -30,4 +30,6 @@ def autocast(x: Tensor) -> Tensor:
 
 def autocasts(values: Sequence[Any]) -> list[Any]:
     """Tensors as `autocast` casts them; other values, which a verb has yet to check, are unchanged."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return list(values)
     return [autocast(x) if isinstance(x, Tensor) else x for x in values]

@@ -95,7 +95,7 @@ class CollectiveOp:
         """The results."""
         if self.checks:
             refuse_transforms(self.name)
-            if not all(map(is_dense, tensors)):  # no dispatcher takes them; `run` refuses them on all ranks
+            if not all_dense(tensors):  # no dispatcher takes them; `run` refuses them on all ranks
                 return self._unrecorded(tensors, values, *options, [False] * len(tensors))[0]  # type: ignore[no-any-return]
         grads = requirements(tensors)
         if in_graph(*tensors):
@@ -187,16 +187,15 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
     return [getattr(x, "requires_grad", False) for x in tensors]
 
 
-def is_dense(x: object) -> bool:
-    """False for nested and sparse tensors."""
-    return not isinstance(x, Tensor) or not (x.is_nested or x.layout is not STRIDED)
+def all_dense(tensors: Sequence[object]) -> bool:
+    """Whether no tensor is nested or sparse."""
+    return not any([isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED) for x in tensors])
 
 
 def check_dense(what: str, tensors: Sequence[object]) -> None:
     """Raise NotImplementedError for nested and sparse tensors."""
     for x in tensors:
-        if not is_dense(x):
-            assert isinstance(x, Tensor)
+        if isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED):
             kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
             raise NotImplementedError(
                 f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "
