@@ -95,10 +95,13 @@ class CollectiveOp:
         """The results."""
         if self.checks:
             refuse_transforms(self.name)
-            if not all_dense(tensors):  # no dispatcher takes them; `run` refuses them on all ranks
-                return self._unrecorded(tensors, values, *options, [False] * len(tensors))[0]  # type: ignore[no-any-return]
         grads = requirements(tensors)
         if in_graph(*tensors):
+            if self.checks and not all_dense(tensors):
+                if torch.compiler.is_compiling():
+                    check_dense(self.name, tensors)
+                # no dispatcher takes them; `run` refuses them on all ranks
+                return self._unrecorded(tensors, values, *options, grads)[0]  # type: ignore[no-any-return]
             named = handles(*values)
             op = getattr(torch.ops.seqpar, self.name)
             if self._tensors is None:
