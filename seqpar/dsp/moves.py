@@ -217,7 +217,7 @@ class _SplitReplicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward('split with grad="replicated"')
+        refuse_double_backward('split with grad="replicated"', [dy])
         plan, comm, at = ctx.back
         return None, unshard(dy, plan, comm, dim=at), None, None, None
 
@@ -235,7 +235,7 @@ class _UnshardAlike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("a gather whose result all ranks use alike")
+        refuse_double_backward("a gather whose result all ranks use alike", [dy])
         return dy.narrow(*ctx.mine), None, None, None, None
 
 

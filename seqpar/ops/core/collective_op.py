@@ -314,12 +314,13 @@ def refuse_batches(what: str, grads: Tensors) -> None:
         )
 
 
-def refuse_double_backward(what: str) -> None:
+def refuse_double_backward(what: str, linear: Tensors | None = None) -> None:
     """Raise NotImplementedError in a backward that is recorded to be differentiated again.
 
-    `once_differentiable` of torch would leave this part out of second derivatives that also flow another way.
+    `once_differentiable` of torch would leave this part out of second derivatives that also flow another way. linear:
+    the gradients, if the backward depends on nothing else; constant ones have no second derivative.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (linear is None or any(requirements(linear))):
         raise NotImplementedError(f"{what} has no double backward; call backward without create_graph=True")
 
 

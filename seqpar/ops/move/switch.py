@@ -325,8 +325,8 @@ class _Start(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("a switch begun ahead")
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("a switch begun ahead", dys)
         by_number = dict(zip(ctx.way.needed, ctx.way.finish_back(), strict=True))
         return None, *(by_number.get(n) for n in range(ctx.count))
 
@@ -343,6 +343,6 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("a switch begun ahead")
+        refuse_double_backward("a switch begun ahead", dys)
         ctx.way.post_back(dys)
         return None, *dys
