@@ -152,14 +152,14 @@ class Parallelized(ParallelModel):
         if not run.first or _in_backward():
             return run_stage(module, block, forward, run, arguments, self.grad)
         state, changed = self._current(name), dict[str, Tensor]()
-        run = run._replace(tried=self._to_try(state, name, block, run.grid, run.inside, run.parts))
+        run = run._replace(mixing=self._to_try(state, name, block, run.grid, run.inside, run.parts))
         state.inside = name
         with noting_changes(module, name, changed):
             out = run_stage(module, block, forward, run, arguments, self.grad)
         state.inside = ""
         state.changed |= changed
         state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
-        state.mixed += [(name, dim) for dim, mixed in (run.tried or {}).items() if mixed]
+        state.mixed += [(name, dim) for dim, mixed in (run.mixing or {}).items() if mixed]
         if run.last or run.after != (None, None):
             state.note(out, whole=run.last)
         return out

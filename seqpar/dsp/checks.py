@@ -81,17 +81,18 @@ def noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> 
 
     State that stages keep between forwards, such as running statistics, must change once on each rank, and equally.
     """
-    before = {path: (x, _version(x)) for path, x in module.named_buffers()}
+    before = {path: (x, version_of(x)) for path, x in module.named_buffers()}
     yield
     for path, x in module.named_buffers():
         old, version = before.get(path, (None, 0))
         if old is None or x.shape != old.shape:  # a table for as many rows as a rank has
             continue
-        if _version(x) != version if x is old else not torch.equal(x, old):
+        if version_of(x) != version if x is old else not torch.equal(x, old):
             changed[f"{name}.{path}"] = x
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
+    """The number of writes to a tensor so far."""
     return 0 if x.is_inference() else x._version  # tensors of inference mode have no version
 
 
@@ -104,6 +105,7 @@ _OF_TORCH = {  # the same, which have no signature: (x, p, train)
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout,
     torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
 }  # fmt: skip
+_DROPPING = _DROPOUT | _OF_TORCH
 _DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial,
     torch.poisson, torch.rand_like, torch.randn_like, torch.randint_like, Tensor.bernoulli, Tensor.bernoulli_,
@@ -126,7 +128,7 @@ class NoDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWS or (func in _DROPOUT | _OF_TORCH and _active(func, args, kwargs)):
+        if func in _DRAWS or (func in _DROPPING and _active(func, args, kwargs)):
             self.drew = True
             if name := self.sharded():
                 what = f"{name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"

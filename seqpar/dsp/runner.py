@@ -46,7 +46,7 @@ class StageRun(NamedTuple):
     first: bool  # the first forward of this shape
     seed: int  # of the forward; layers derive theirs from it
     parts: int  # number of parts, computed one after another
-    tried: dict[str, bool] | None = None  # dimensions to try -> whether the stage mixes them, contrary to its spec
+    mixing: dict[str, bool] | None = None  # dimensions to try -> whether the stage mixes them, contrary to its spec
 
 
 class ForwardState:
@@ -187,8 +187,8 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
     if skips and grid.absent(run.inside):
         outs = _skip(module, [arguments[name] for name in block.stream], arguments)
     else:
-        if run.tried:
-            trial = Trial(module, block, grid, run.inside, list(run.tried), arguments)
+        if run.mixing:
+            trial = Trial(module, block, grid, run.inside, list(run.mixing), arguments)
         outs = _called(module, block, forward, run, arguments)
     if len(outs) != len(block.stream):
         raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
@@ -196,8 +196,8 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
         grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
     if skips and not grid.absent(run.inside):
         _check_alike(block, run, arguments, outs)
-    if trial is not None and run.tried is not None:
-        run.tried.update(dict.fromkeys(trial.judge(outs, partial(_called, module, block, forward, run)), True))
+    if trial is not None and run.mixing is not None:
+        run.mixing.update(dict.fromkeys(trial.judge(outs, partial(_called, module, block, forward, run)), True))
     return outs
 
 

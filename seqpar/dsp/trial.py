@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import PeerError
+from seqpar.dsp.checks import version_of
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
+from seqpar.nn.rounding import ROUGH, gap, is_rough
 from seqpar.nn.saved_state import eager, saved
 
 log = logging.getLogger("seqpar")
-ROUGH = 0.05  # of the largest result, where products are of 16 bits
 SMALL = 1e-3  # a parameter below this everywhere is given other values
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
-_LOW = {torch.bfloat16, torch.float16}
-_WIDE = {torch.float32, torch.float64}
+FILLED = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 Arguments = dict[str, Any]
 CallStage = Callable[[Arguments], Sequence[Tensor]]
 
@@ -68,7 +68,7 @@ class Trial:
         }
         others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.forms]
         self.fixed = [*module.parameters(), *others]
-        self.versions = [_version(x) for x in self.fixed]
+        self.versions = [version_of(x) for x in self.fixed]
 
     def judge(self, outs: Sequence[Tensor], call: CallStage) -> list[str]:
         """The dimensions along which rows depend on each other, on this rank. All ranks with rows take part.
@@ -76,7 +76,7 @@ class Trial:
         outs: what the stage gave. call: the stage once more. A stage that writes to its weights, fails, or gives other
         results when it is called again, is not judged.
         """
-        if [_version(x) for x in self.fixed] != self.versions:
+        if [version_of(x) for x in self.fixed] != self.versions:
             return []
         kept = [x.detach().clone() for x in outs]
         try:
@@ -123,9 +123,7 @@ class Trial:
 
     def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", stayed: int = 0) -> bool:
         """Whether results differ by more than rounding, in the rows that stayed, or anywhere."""
-        rough = any(x.dtype in _LOW for x in (*a, *self.module.parameters())) or any(
-            torch.is_autocast_enabled(x.device.type) for x in a if not x.is_meta
-        )
+        rough = is_rough(self.module, a)
         pairs = zip(a, b, self.block.stream.values(), strict=True)
         return any(_differ(*(self._stayed(z, form, dim, stayed) for z in (x, y)), rough) for x, y, form in pairs)
 
@@ -151,12 +149,7 @@ def _differ(a: Tensor, b: Tensor, rough: bool) -> bool:
         return not torch.equal(a, b)
     bound = ROUGH if rough else torch.finfo(a.dtype).eps ** 0.5
     a, b = (torch.view_as_real(x) if x.is_complex() else x.double() for x in (a, b))
-    apart = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)
-    return bool(apart.max() > bound * a.nan_to_num(0.0, 0.0, 0.0).abs().max())
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+    return bool(gap(a, b).max() > bound * a.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 @contextmanager
@@ -178,7 +171,7 @@ def _copied(module: nn.Module) -> Iterator[None]:
 
 
 def _is_small(p: Tensor | None) -> bool:
-    plain = type(p) is nn.Parameter and p.dtype in _LOW | _WIDE and p.numel() and not p.is_meta
+    plain = type(p) is nn.Parameter and p.dtype in FILLED and p.numel() and not p.is_meta
     return bool(plain and p is not None and p.detach().abs().max() < SMALL)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -75,11 +78,28 @@ SPEC = Spec(
 )
 
 
+def numbers(
+    comm: Comm, make: Callable[[], nn.Module], spec: Spec = SPEC, x: Tensor = X, **more: Tensor
+) -> dict[str, Tensor]:
+    """A model's output and gradients, parallel where there are several ranks."""
+    model = make()
+    if comm.size > 1:
+        parallelize(model, comm, spec, plan=SHARDED)
+    return gradients(model, {"x": x, **more})
+
+
+def is_one_process(ranks: int, *given: Any, **more: Any) -> None:
+    """Compare `numbers` of some ranks with those of one."""
+    call = partial(numbers, **more)
+    (want,) = run_threads(1, call, *given)
+    compared(run_threads(ranks, call, *given), want)
+
+
 def refused(model: nn.Module, spec: Spec = SPEC, grad: str = "replicated", x: Tensor = X, ranks: int = 2) -> list[str]:
     """What each rank of some says to a first forward."""
 
     def on_a_rank(comm: Comm) -> str:
-        own = made(lambda: model)
+        own = copy.deepcopy(model).double()
         parallelize(own, comm, spec, grad=grad, plan=SHARDED)
         try:
             own(x.clone().requires_grad_())
@@ -226,15 +246,12 @@ STAGES = (Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, De
 @pytest.mark.parametrize("kind", STAGES)
 @pytest.mark.parametrize("ranks, rows", [(2, 8), (3, 8), (5, 4)])
 def test_stages_with_a_state_or_a_domain(kind: type[Stage], ranks: int, rows: int) -> None:
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+    def make() -> nn.Module:
         model = made(Clip)
         model.second = made(kind)
-        if comm.size > 1:
-            parallelize(model, comm, SPEC, plan=SHARDED)
-        return gradients(model, {"x": rand(1, rows, 6, 3)})
+        return model
 
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(ranks, on_a_rank), want)
+    is_one_process(ranks, make, SPEC, rand(1, rows, 6, 3))
 
 
 class Doubled(nn.Module):
@@ -288,14 +305,7 @@ def test_streams_without_gradients(dtype: torch.dtype, ranks: int) -> None:
     blocks = tuple(Block(name, stream, ("s",), rest=ANY) for name in ("first", "second"))
     spec, m = replace(SPEC, model="MaskedClip", blocks=blocks), (rand(1, 4, 6) > -1).to(dtype)
 
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
-        model = made(MaskedClip)
-        if comm.size > 1:
-            parallelize(model, comm, spec, plan=SHARDED)
-        return gradients(model, {"x": X, "m": m})
-
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(ranks, on_a_rank), want)
+    is_one_process(ranks, partial(made, MaskedClip), spec, X, m=m)
 
 
 class Summing(nn.Module):
@@ -327,14 +337,7 @@ def test_other_arguments_whose_rows_meet() -> None:
 def test_what_the_remedy_says_is_right() -> None:
     spec = replace(SPEC, blocks=(SPEC.blocks[0], replace(SPEC.blocks[1], whole=("s", "t"))))
 
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
-        model = made(Clip, ALONG_T["a sum of earlier rows"])
-        if comm.size > 1:
-            parallelize(model, comm, spec, plan=SHARDED)
-        return gradients(model, {"x": X})
-
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(2, on_a_rank), want)
+    is_one_process(2, partial(made, Clip, ALONG_T["a sum of earlier rows"]), spec, X)
 
 
 def test_a_stage_is_tried_once_and_keeps_its_state() -> None:
@@ -366,16 +369,13 @@ def test_one_row_a_rank_is_tried_when_there_are_more() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_trial_under_a_checkpoint(reentrant: bool) -> None:
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+    def make() -> nn.Module:
         model = made(Clip)
-        if comm.size > 1:
-            parallelize(model, comm, SPEC, plan=SHARDED)
         inner = model.second.forward
         model.second.forward = lambda x: checkpoint(inner, x, use_reentrant=reentrant)
-        return gradients(model, {"x": X})
+        return model
 
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(2, on_a_rank), want)
+    is_one_process(2, make)
 
 
 # --- what a model returns ---------------------------------------------------------------------------------------------
@@ -507,14 +507,7 @@ def test_an_exit_that_mixes_what_ranks_share() -> None:
     blocks = tuple(replace(block, rest=("s", None)) for block in SPEC.blocks)
     spec = replace(SPEC, model="Ended", blocks=blocks, exit=Exit("leave", "b t s c", ("s", None)))
 
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
-        model = made(Ended)
-        if comm.size > 1:
-            parallelize(model, comm, spec, plan=SHARDED)
-        return gradients(model, {"x": X})
-
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(2, on_a_rank), want)
+    is_one_process(2, partial(made, Ended), spec, X)
 
 
 @pytest.mark.parametrize("module", [nn.GroupNorm(2, 8), nn.Conv1d(8, 8, 3), nn.AvgPool2d(2), nn.GRU(8, 8)])
@@ -559,11 +552,4 @@ def test_a_residual_between_stages_with_rows_that_stay_whole() -> None:
     blocks = (SPEC.blocks[0], replace(SPEC.blocks[1], rest=(None,)))
     spec = replace(SPEC, model="Residual", blocks=blocks, exit=Exit("leave", "b t s c", (None,)))
 
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
-        model = made(Residual)
-        if comm.size > 1:
-            parallelize(model, comm, spec, plan=SHARDED)
-        return gradients(model, {"x": X})
-
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(2, on_a_rank), want)
+    is_one_process(2, partial(made, Residual), spec, X)

@@ -344,7 +344,10 @@ def _rows_of_a_plan(model: PreTrainedModel) -> bool:
 # --- the registries of transformers, which are global to the process ------------------------------------------------
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
-GIVING = ("__init__", "set_attn_implementation")  # methods of `PreTrainedModel` that say which attention a model uses
+ATTENTION_SETTERS = (
+    "__init__",
+    "set_attn_implementation",
+)  # methods of `PreTrainedModel` that say which attention a model uses
 _entered: dict[str, tuple[int, list[Any]]] = {}  # key -> number of its models, former registry entries
 
 
@@ -453,7 +456,7 @@ def register() -> None:
     AttentionMaskInterface.register(KEY, mask_of)
     if "__call__" not in PreTrainedModel.__dict__:  # else it is registered, perhaps inside a wrapper
         PreTrainedModel.__call__ = called
-    for name in GIVING:
+    for name in ATTENTION_SETTERS:
         if not hasattr(getattr(PreTrainedModel, name), "_seqpar_former"):
             setattr(PreTrainedModel, name, marked(getattr(PreTrainedModel, name)))
 
@@ -464,7 +467,7 @@ def unregister() -> None:
         registry._global_mapping.pop(KEY, None)
     if PreTrainedModel.__dict__.get("__call__") is called:
         del PreTrainedModel.__call__
-    for name in GIVING:
+    for name in ATTENTION_SETTERS:
         method = PreTrainedModel.__dict__[name]
         if hasattr(method, "_seqpar_former"):
             setattr(PreTrainedModel, name, method._seqpar_former)

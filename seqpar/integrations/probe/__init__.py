@@ -16,6 +16,6 @@ apart from attention, which knows the plan. Two runs of the model show whether t
 Positions counted from a rank's rows do not follow, and neither do convolutions, recurrences, sums over tokens, or
 anything that depends on the longest position. The inputs and outputs of modules show which module is the first.
 
-`trial` makes the runs and restores the model (`saved_state`); `calls` decides when a model is tried, and tried again;
-`inspection` checks classes and configs before anything runs.
+`trial` makes the runs and restores the model (`seqpar.nn.saved_state`); `calls` decides when a model is tried, and
+tried again; `inspection` checks classes and configs before anything runs.
 """

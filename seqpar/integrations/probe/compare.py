@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from seqpar.integrations.probe.record import Event, RunRecord
 from seqpar.integrations.probe.rows import Sample, real
+from seqpar.nn.rounding import LOW, ROUGH, gap
 from seqpar.nn.saved_state import Buffers
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
-ROUGH = 0.05
-_LOW = {torch.bfloat16, torch.float16}
 
 
 class Verdict(NamedTuple):
@@ -37,7 +36,7 @@ def compare(
     fault: the words for tensors that do not follow.
     """
     # a tensor cast back to single precision is rough too
-    rough = rough or any(x.dtype in _LOW for event in first.events for sample in event.samples for x in sample.values())
+    rough = rough or any(x.dtype in LOW for event in first.events for sample in event.samples for x in sample.values())
     last, fewer, judged = first.events[-1], second.fewer, list(zip(first.judged(), second.judged()))
     as_often = error is None and len(first.judged()) == len(second.judged())
     if as_often and all(_follows(a, b, rough, fewer=fewer) for a, b in judged):
@@ -61,16 +60,6 @@ def unlike(one: Buffers, other: Buffers) -> set[tuple[nn.Module, str]]:
     both = one.keys() & other.keys()
     apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=False)}
     return (one.keys() ^ other.keys()) | apart
-
-
-def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Whether equal rows may differ by more than single precision rounds."""
-    kinds = {x.device.type for x in tensors} | {p.device.type for p in model.parameters()}
-    return (
-        any(torch.is_autocast_enabled(kind) for kind in kinds)
-        or any(x.dtype in _LOW for x in (*model.parameters(), *tensors))
-        or torch.get_float32_matmul_precision() != "highest"
-    )
 
 
 def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Event]]:
@@ -123,7 +112,7 @@ def _close(a: Tensor, b: Tensor, rough: bool) -> bool:
         return False
     bound = ROUGH if rough else CLOSE.get(a.dtype, ROUGH if a.is_floating_point() else 0.0)
     a, b = a.double(), b.double()
-    apart = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)
+    apart = gap(a, b)
     scale = a.masked_fill(~a.isfinite(), 0.0).abs().max().clamp(min=1e-30)
     worst = apart.amax(1) / scale
     return bool((worst.median() if bound == ROUGH else worst.max()) <= bound)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import PeerError
-from seqpar.integrations.probe.compare import Verdict, compare, is_rough, unlike
+from seqpar.integrations.probe.compare import Verdict, compare, unlike
 from seqpar.integrations.probe.nested import leaves, substituted
 from seqpar.integrations.probe.record import RunRecord, recording
 from seqpar.integrations.probe.rows import ArgumentRows, FewerRows, Positions, has_rows, is_mask, readings_of
+from seqpar.nn.rounding import is_rough
 from seqpar.nn.saved_state import Buffers, SavedState, eager, saved
 
 READINGS = 12

@@ -284,11 +284,13 @@ def test_a_rank_without_a_row() -> None:
 
 
 def test_the_registrations_can_be_undone() -> None:
-    ours = [getattr(PreTrainedModel, name) for name in keys.GIVING]
+    ours = [getattr(PreTrainedModel, name) for name in keys.ATTENTION_SETTERS]
     keys.unregister()
     try:
         assert keys.KEY not in AttentionInterface()
-        assert [getattr(PreTrainedModel, name) for name in keys.GIVING] == [each._seqpar_former for each in ours]
+        assert [getattr(PreTrainedModel, name) for name in keys.ATTENTION_SETTERS] == [
+            each._seqpar_former for each in ours
+        ]
         assert PreTrainedModel.__call__ is nn.Module.__call__
         with pytest.raises(ValueError, match="seqpar"):
             AutoModel.from_config(build("llama").config, attn_implementation=keys.KEY)
