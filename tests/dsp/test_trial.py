@@ -21,6 +21,7 @@ from seqpar.dsp import Block, Exit, Spec, parallelize
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import SHARDED, compared, gradients, made
+from tests.dsp.planners import Planner, by_batch
 
 ANY = ("b", "t", "s", None)
 X = rand(1, 4, 6, 3)
@@ -79,12 +80,12 @@ SPEC = Spec(
 
 
 def numbers(
-    comm: Comm, make: Callable[[], nn.Module], spec: Spec = SPEC, x: Tensor = X, **more: Tensor
+    comm: Comm, make: Callable[[], nn.Module], spec: Spec = SPEC, x: Tensor = X, plan: Planner = SHARDED, **more: Tensor
 ) -> dict[str, Tensor]:
     """A model's output and gradients, parallel where there are several ranks."""
     model = make()
     if comm.size > 1:
-        parallelize(model, comm, spec, plan=SHARDED)
+        parallelize(model, comm, spec, plan=plan)
     return gradients(model, {"x": x, **more})
 
 
@@ -520,6 +521,33 @@ def test_modules_between_stages_that_may_mix_rows(module: nn.Module) -> None:
     parallelize(model, LocalComm(), replace(SPEC, between=("norm",)))
 
 
+class Normed(Clip):
+    """A group norm of each frame between its stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Frames()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.second(self.norm(self.first(self.enter(x)))))
+
+
+class Frames(nn.GroupNorm):
+    def __init__(self) -> None:
+        super().__init__(2, 8)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1).movedim(-1, 1)).movedim(1, -1).view_as(input)
+
+
+def test_a_norm_between_stages_is_made_a_stage() -> None:
+    with pytest.raises(NotImplementedError, match="make it a stage with a Block"):
+        parallelize(Normed(), LocalComm(), replace(SPEC, model="Normed", between=("norm",)))
+    block = Block("norm", {"input": "b t s c"}, ("s",), rest=ANY)
+    spec = replace(SPEC, model="Normed", blocks=(SPEC.blocks[0], block, SPEC.blocks[1]))
+    is_one_process(2, partial(made, Normed), spec)
+
+
 # --- ranks without rows -----------------------------------------------------------------------------------------------
 
 
@@ -539,6 +567,7 @@ def test_a_stage_whose_output_a_rank_without_rows_cannot_know() -> None:
     for said in refused(Widened(), WIDENED, x=rand(1, 2, 6, 3), ranks=3):
         assert "first gives input as [1, 1, 6, 8] float64 where it was [1, 1, 6, 4] float64" in said, said
         assert said.endswith("cannot know; give a planner that shards another dimension")
+    is_one_process(3, partial(made, Widened), WIDENED, rand(3, 2, 6, 3), by_batch)
 
 
 class Residual(Clip):

@@ -428,3 +428,7 @@ def test_a_band_that_a_mask_has_not_is_named(band: float) -> None:
 def test_causal_is_true_or_false(causal: object) -> None:
     with pytest.raises(ValueError, match=f"causal must be True or False, got {causal!r}"):
         Mask([4], causal=causal)  # type: ignore[arg-type]
+
+
+def test_the_differences_of_cu_seqlens_are_lengths() -> None:
+    assert Mask(np.diff([0, 4, 9])) == Mask([4, 5])
