@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -28,9 +28,14 @@ class CountingWorld:
         self.messages: Counter[int] = Counter()
         self.bytes: Counter[int] = Counter()
         self.rounds: Counter[int] = Counter()
-        self.queues: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)
+        self._queues: dict[tuple[int, int], SimpleQueue[Any]] = {}
         self.cause: tuple[int, str] | None = None
         self.said: set[str] = set()
+
+    def queue(self, sender: int, receiver: int) -> SimpleQueue[Any]:
+        """The messages from one rank to another."""
+        # in one step: a defaultdict may make two queues for two threads that ask at once
+        return self._queues.setdefault((sender, receiver), SimpleQueue())
 
     def comm(self, rank: int) -> CountingComm:
         """The comm of a rank."""
@@ -39,11 +44,15 @@ class CountingWorld:
         return comm
 
     def run(self, call: Callable[[CountingComm], T]) -> list[T]:
-        """The results of a call on every rank; each rank is a thread."""
+        """The results of a call on every rank; each rank is a thread. The first error of a rank is raised again."""
         results: dict[int, Any] = {}
+        errors: list[BaseException] = []
 
         def one(rank: int) -> None:
-            results[rank] = call(self.comm(rank))
+            try:
+                results[rank] = call(self.comm(rank))
+            except BaseException as error:
+                errors.append(error)
 
         before = threading.stack_size(STACK)
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
@@ -52,6 +61,8 @@ class CountingWorld:
         threading.stack_size(before)
         for thread in threads:
             thread.join()
+        if errors:
+            raise errors[0]
         return [results[rank] for rank in range(self.size)]
 
 
@@ -97,7 +108,7 @@ class CountingComm(ProcessComm[_Channel]):
         for peer, several in self._in_group(sends).items():
             world.messages[me] += 1
             world.bytes[me] += sum(x.nbytes for x in several)
-            world.queues[me, peer].put((tag.numbers, [x.clone() for x in several]))
+            world.queue(me, peer).put((tag.numbers, [x.clone() for x in several]))
         return _CountingWork(world, me, self._in_group(recvs), tag)
 
 
@@ -111,7 +122,7 @@ class _CountingWork:
         self._world.rounds[self._me] += 1
         for peer, several in self._recvs.items():
             try:
-                numbers, sent = self._world.queues[peer, self._me].get(timeout=self._world.timeout)
+                numbers, sent = self._world.queue(peer, self._me).get(timeout=self._world.timeout)
             except Empty:
                 raise PeerError(f"waited for rank {peer}") from None
             assert numbers == self._tag.numbers, (numbers, self._tag)
