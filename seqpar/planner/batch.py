@@ -290,8 +290,8 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
         return whole + shared + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)]
     if ranks > FEW:
         # waiting for keys and for traded rows depends on links: each of these is best on some
-        settings = ((64, 0, 0), (80, 1, 0), (80, 0, 8), (64, 0, 16))
-        grouped = [Knobs(most, 40, 2, 0, width, trade=trade, wait=wait) for most, trade, wait in settings]
+        settings = ((48, 1, 0, 0), (64, 1, 0, 0), (112, 1, 0, 0), (96, 1, 1, 0), (64, 1, 1, 8), (64, 2, 0, 16))
+        grouped = [Knobs(most, 40, fill, 0, width, trade=trade, wait=wait) for most, fill, trade, wait in settings]
     else:
         grouped = [Knobs(80, 40, 4, 0, width)] + [Knobs(80, 40, 4, 0, width, trade=1)] * thorough
     if thorough:

@@ -379,8 +379,9 @@ def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, nod
 def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
-    Tokens enter a head trade while documents of smaller widths are computed, and leave it while documents of larger
-    widths are computed; nothing hides the last one's way out.
+    Documents are computed by rising width in forward, and by falling width in backward. Tokens enter a head trade
+    while documents before theirs are computed, and leave it while those after them are. Nothing hides the way out of
+    the widest in forward, nor their way in in backward.
     """
     return ticks_of_each([counts], w, stage_bytes=(stage_bytes,)).of(0, 0)
 
@@ -404,10 +405,12 @@ def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Seq
         columns = [np.concatenate([x, np.zeros((*x.shape[:-1], 1), np.int64)], -1) for x in columns]
     busy, waiting, enter, leave = (x[..., at] for x in columns)
     spent = exposed = late = np.zeros((*busy.shape[:2], *at.shape[1:]), np.int64)
+    way = np.arange(2)
     for turn in range(len(at)):
-        exposed = exposed + np.maximum(enter[:, turn] - spent, 0) + waiting[:, :, turn]
-        late = np.maximum(late - busy[:, :, turn], 0) + leave[:, turn]
-        spent = spent + busy[:, :, turn]
+        now = np.array([turn, -1 - turn])  # the turn of each way
+        exposed = exposed + np.maximum(enter[way, now] - spent, 0) + waiting[:, way, now]
+        late = np.maximum(late - busy[:, way, now], 0) + leave[way, now]
+        spent = spent + busy[:, way, now]
     count = np.array([own[0].layers for own in layers])[:, None]
     shape = (len(stage_bytes), len(candidates), -1, at.shape[-1])
     attention, waited = ((count * x.sum(1)).reshape(shape).sum(2).swapaxes(0, 1) for x in (spent, exposed + late))

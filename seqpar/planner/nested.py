@@ -10,8 +10,8 @@ ranks give every rank the same attention, however uneven its rows of them: these
     rank 3   C C Z Z Z
 
 No key is fetched. Tokens of Z are traded for heads while the other documents are computed, whose tokens are traded back
-while Z is computed; only Z's way back is exposed. So Z should be short, but take as long to compute as the others take
-to travel. All decisions use integers; ties go by index.
+while Z is computed; only Z's way back is exposed, and in backward, which runs the other way round, Z's way in. So Z
+should be short, but take as long to compute as the others take to travel. All decisions use integers; ties go by index.
 """
 
 from __future__ import annotations

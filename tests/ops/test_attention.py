@@ -22,8 +22,9 @@ from seqpar.comm import LocalComm, shm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
+from seqpar.ops.attention import heads as heads_traded
 from seqpar.ops.attention import schedule
-from seqpar.ops.attention.call import Call, Phase
+from seqpar.ops.attention.call import PHASES, Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, examples
@@ -114,15 +115,45 @@ def test_a_rank_whose_keys_nobody_else_sees_makes_no_schedule(
     scheduled: list[int] = []
 
     class Counted(schedule.KeyExchange):
-        def __init__(self, call: Call, phase: Phase) -> None:
+        def __init__(self, call: Call, *more: Any) -> None:
             scheduled.append(call.comm.rank)
-            super().__init__(call, phase)
+            super().__init__(call, *more)
 
     monkeypatch.setattr(schedule, "KeyExchange", Counted)
     # stages of one row: whoever sees most keys has most steps, and all ranks count them
     plan = Plan(Mask([5, 4, 7, 4]), layout, transport=transport, stage_bytes=1)
     check(plan, uses=OUT)
     assert sorted(scheduled) == sorted(2 * busy)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_widths_rise_in_forward_and_fall_in_backward(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """So the smaller message is the one that nothing hides: the output on its way back, its gradient on its way in."""
+    computed: dict[int, list[list[int]]] = {rank: [] for rank in range(4)}
+    posted: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(4)}
+    walk, post = schedule.walk, heads_traded.post
+
+    def noted(exchange: Any, inside: Any) -> Iterator[Any]:
+        computed[exchange.comm.rank].append(widths := [])
+        for step, *tensors in walk(exchange, inside):
+            widths.append(step.part.width)
+            yield step, *tensors
+
+    def note(comm: Any, sends: Any, recvs: Any, tag: Any) -> Any:
+        if tag.phase < PHASES:  # not of the second backward
+            posted[comm.rank].append((Phase(tag.phase).name, tag.stage))
+        return post(comm, sends, recvs, tag)
+
+    monkeypatch.setattr(schedule, "walk", noted)
+    monkeypatch.setattr(heads_traded, "post", note)
+    plan = Plan(Mask([8, 9, 7]), Layout.zigzag([8, 9, 7], 4), ulysses=[1, 2, 4], transport=transport)
+    check(plan, heads=(8, 4))
+    for rank in range(4):
+        forward, back = computed[rank][:2]
+        assert forward == sorted(forward) and back == forward[::-1] and set(back) == {1, 2, 4}
+        order = [("ENTER", 2), ("ENTER", 4), ("LEAVE", 2), ("LEAVE", 4)]
+        order += [("BACK_ENTER", 4), ("BACK_ENTER", 2), ("BACK_LEAVE", 4), ("BACK_LEAVE", 2)]
+        assert posted[rank] == order
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -70,8 +70,8 @@ def test_an_exchange_is_posted_when_the_reader_of_its_slot_has_been_issued(
     monkeypatch.setattr(keys, "steps_ahead", lambda call: ahead)
 
     class Noted(keys.KeyExchange):
-        def __init__(self, call: Any, phase: Any) -> None:
-            super().__init__(call, phase)
+        def __init__(self, call: Any, *more: Any) -> None:
+            super().__init__(call, *more)
             self.rank, make = call.comm.rank, self.slots.make
             events[self.rank].append([])
             made[self.rank] = 0

@@ -159,7 +159,7 @@ def test_windows_and_full_attention_are_planned(lengths: list[int], ranks: int) 
 # made with numpy 1.24.0 and 2.4.6 alike
 RECORDED = {
     (40, 8): "33c7602338784a53dccf460637544cfc",
-    (300, 24): "5f05aa157156480f8309b69e96aa6399",
+    (300, 24): "1bcacf9ef9425f6f70c3e1c1c1f0ac89",
     (900, 64): "206a3be9fc44b2ed154f3ac054079c66",
     (3000, 512): "b61bea9a0924d4c26cb881b4c319598c",
 }
@@ -182,8 +182,8 @@ def heavy_tailed(documents: int, seed: int) -> np.ndarray:
 # made with numpy 1.24.0 and 2.4.6 alike
 GROUPED = {
     (120, 16): "8346d41d6134f588e1172d9f882f31fd",
-    (700, 64): "72dc972683a1231d8f77e3b0b4835b33",
-    (2000, 96): "279ad4fae665a1b874f4a00434d68a82",
+    (700, 64): "ce456f6d511feba3525d732e236a1523",
+    (2000, 96): "5ae2b3e00eed45027d70052fe391daf5",
 }
 
 

@@ -65,15 +65,17 @@ def exposed(widths: list[int], rows: list[list[int]], hardware: Hardware) -> np.
     return ticks(found, Weights.of(LLAMA, hardware), stage_bytes=64 << 20).exposed
 
 
-def test_tokens_go_back_while_wider_documents_are_computed() -> None:
+def test_tokens_travel_while_documents_of_other_widths_are_computed() -> None:
+    """Widths rise in forward and fall in backward, so what is left is the narrowest's way in, then its way out."""
     # so slow a processor hides whatever has something to hide behind
     slow = dataclasses.replace(VAST, attention=dataclasses.replace(VAST.attention, rate=1e11, backward_rate=1e11))
     w = Weights.of(LLAMA, slow)
-    (enter, _), (_, leave) = trades(np.array([600]), w, 2), trades(np.array([500]), w, 4)
+    (enter, _), (_, back) = trades(np.array([600]), w, 2)[..., 0]
+    (_, enter_back), (out, _) = trades(np.array([500]), w, 4)[..., 0]
     waited = exposed([2, 4], [[600, 600, 0, 0], [500] * 4], slow)
-    np.testing.assert_array_equal(waited[:2], int((enter + leave).sum()))
+    np.testing.assert_array_equal(waited[:2], enter + out + enter_back + back)
     alone = exposed([1, 4], [[600, 0, 0, 0], [500] * 4], slow)
-    assert alone[0] == int(leave.sum()), "behind documents of one rank the way in is hidden as well"
+    assert alone[0] == out + enter_back, "documents of one rank hide the way in of forward and the way out of backward"
 
 
 def test_all_wait_for_the_member_with_most_rows() -> None:
@@ -97,7 +99,7 @@ def test_8192_tokens_a_rank_come_close_to_the_bound(name: str) -> None:
     assert sum(PACKED[name]) == 8 * 8192
     # with links that one peer fills; over the channels of a pair the planner comes no closer than this
     filled = dataclasses.replace(VAST, inside=dataclasses.replace(VAST.inside, hop=None))
-    for machine, most in ((filled, 0.023), (VAST, 0.026)):
+    for machine, most in ((filled, 0.023), (VAST, 0.027)):
         assert plan_batch(PACKED[name], 8, model=LLAMA, hardware=machine).forecast.gap < most
 
 

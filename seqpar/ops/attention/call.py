@@ -57,13 +57,14 @@ ScoredBlock = tuple[Heads, Heads, Score]
 class Recipe:
     """A call's plan and signature, worked out for one rank: once, for all layers and both directions.
 
-    acc: the accumulation dtype. keys: of the plan and the signature, under which ranks remember that they agreed. rows:
-    of this rank's queries and keys. By a part's Ulysses width: shares; blocks of this rank's heads in which every key
-    head serves the same number of query heads; key_heads, the number of key heads of its share; views, the rows of
-    q, and of k and v, that the part's tensors are views of (None if they have their own memory); several, whether
-    several shares read the same key head. stamp: of the plan and what else results depend on. slot, entry_slot:
-    elements of the largest buffer of received keys, and of keys that enter a node. alone: the rank computes its rows in
-    one step from its own keys, without a schedule or an exchange. trades: whether any heads are traded.
+    acc: the accumulation dtype. backward_steps: the steps, widest part first. keys: of the plan and the signature,
+    under which ranks remember that they agreed. rows: of this rank's queries and keys. By a part's Ulysses width:
+    shares; blocks of this rank's heads in which every key head serves the same number of query heads; key_heads, the
+    number of key heads of its share; views, the rows of q, and of k and v, that the part's tensors are views of (None
+    if they have their own memory); several, whether several shares read the same key head. stamp: of the plan and what
+    else results depend on. slot, entry_slot: elements of the largest buffer of received keys, and of keys that enter a
+    node. alone: the rank computes its rows in one step from its own keys, without a schedule or an exchange. trades:
+    whether any heads are traded.
     """
 
     kernel: Kernel
@@ -73,6 +74,7 @@ class Recipe:
     digest: int
     stamp: int
     steps: list[Step]
+    backward_steps: list[Step]
     parts: list[Part]
     rows: tuple[int, int]
     shares: Mapping[int, Shares]
@@ -104,6 +106,7 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     row_bytes = plan.row_bytes(s.heads, s.kv_heads, s.dim, s.v_dim, s.dtype.itemsize)
     steps = plan.steps(rank, row_bytes=row_bytes)
     parts = [step.part for step in steps if step.first]
+    backward_steps = [step for part in reversed(parts) for step in steps if step.part is part]
     shares: dict[int, Shares] = {}
     blocks: dict[int, list[HeadBlock]] = {}
     key_heads: dict[int, int] = {}
@@ -120,7 +123,8 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     size = {width: heads * (s.dim + s.v_dim) for width, heads in key_heads.items()}  # elements of a row
     return Recipe(
         kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
-        digest_of_call("attention", whole), hash((plan.digest(), s.function())), steps, parts,
+        digest_of_call("attention", whole), hash((plan.digest(), s.function())), steps,
+        backward_steps, parts,
         (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_heads,
         {part.width: _views(part) for part in parts},
         {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},

@@ -13,6 +13,7 @@ from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.rows import Sent
 from seqpar.ops.core.device import profile_range
 from seqpar.ops.move.pack import Message, packed, rows_of, some_of
+from seqpar.plan import Step
 
 T = TypeVar("T")
 Messages = dict[int, list[Message]]
@@ -101,7 +102,7 @@ def steps_ahead(call: Call) -> int:
 
 
 class KeyExchange:
-    """The exchange of keys for a call's steps, posted `ahead` steps before they are used.
+    """The exchange of keys for a call's steps in some order of parts, posted `ahead` steps before they are used.
 
     Keys are received into one slot more than that, which the whole call reuses, and into two more if keys enter a node
     and are forwarded.
@@ -111,10 +112,10 @@ class KeyExchange:
     the slot of step n + 2 is that of step n - 1.
     """
 
-    def __init__(self, call: Call, phase: Phase) -> None:
+    def __init__(self, call: Call, phase: Phase, steps: Sequence[Step]) -> None:
         recipe, signature = call.recipe, call.signature
-        self.call, self.phase, self.comm = call, phase, call.comm
-        self.steps, self.heads, self.dims = recipe.steps, recipe.key_heads, (signature.dim, signature.v_dim)
+        self.call, self.phase, self.comm, self.steps = call, phase, call.comm, steps
+        self.heads, self.dims = recipe.key_heads, (signature.dim, signature.v_dim)
         self.rows = call.uploaded.steps
         self.ahead = steps_ahead(call)
         self.arrivals: dict[int, Work] = {}

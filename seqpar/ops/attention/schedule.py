@@ -18,6 +18,13 @@ from their owners are posted two steps ahead, and three stages are alive::
 
     enter | post K1  post K2  C0  wait K1 | post K3  C1  wait K2 | post K4  C2  ... | leave
 
+A plan with several Ulysses widths has a part for each, and steps part by part: widths rise in forward and fall in
+backward, as if forward ran back in time. Queries, keys and values, and their gradients, are more rows than the output
+and its gradient. So what nothing hides is the smaller message both ways, here for widths 1 and 8::
+
+    forward    post qkv | compute 1 | wait qkv | compute 8 | post out, wait out
+    backward   post dout, wait dout | compute 8 | post dqkv | compute 1 | wait dqkv
+
 The host never waits for a device. A plan's row numbers and facts are uploaded before the first exchange of a batch's
 first layer. An exchange is posted before the kernels that hide it, since on CUDA it starts when the stream reaches its
 posting.
@@ -70,7 +77,7 @@ def forward(
         _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v)
         return out, lse, [tensors]
     leaves: list[Callable[[], None]] = []
-    arriving = KeyExchange(call, Phase.KEYS)
+    arriving = KeyExchange(call, Phase.KEYS, recipe.steps)
     for step, tensors, keys, values in walk(arriving, inside):
         _compute(call, step, tensors, keys, values)
         if step.ends and not step.part.q.trivial:
@@ -182,7 +189,7 @@ def backward(
     recipe, signature = call.recipe, call.signature
     by_width = {p.width: tensors for p, tensors in zip(recipe.parts, insides, strict=True)}
     incoming = [dout, dlse.t()] if signature.return_lse and dlse is not None else [dout]
-    entries = {p.width: _enter_back(call, p, incoming) for p in recipe.parts if not p.q.trivial}
+    entries = {p.width: _enter_back(call, p, incoming) for p in reversed(recipe.parts) if not p.q.trivial}
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
     empty = partial(call.comm.empty, kept=True) if recipe.trades else torch.empty  # which peers may write directly
     dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
@@ -200,7 +207,7 @@ def backward(
         _leave_back(call, recipe.parts[0], grads, dq, home.both)()
         return dq, home.dk, home.dv, dsinks
     leaves: list[Callable[[], None]] = []
-    arriving = KeyExchange(call, Phase.BACK_KEYS)
+    arriving = KeyExchange(call, Phase.BACK_KEYS, recipe.backward_steps)
     for step, tensors, keys, values in walk(arriving, lambda part: by_width[part.width]):
         if step.first:
             grads = start(step)
