@@ -27,8 +27,9 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
-from seqpar.nn.rounding import ROUGH, gap, is_rough
+from seqpar.nn.rounding import ROUGH, is_rough
 from seqpar.nn.saved_state import eager, saved
+from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar")
 SMALL = 1e-3  # a parameter below this everywhere is given other values

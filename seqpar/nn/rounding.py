@@ -20,8 +20,3 @@ def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
         or any(x.dtype in LOW for x in (*model.parameters(), *tensors))
         or torch.get_float32_matmul_precision() != "highest"
     )
-
-
-def gap(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|: 0 where both are equal or NaN, infinite where one alone is not finite."""
-    return (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.ops.core.compared import on_device, to_host
+from seqpar.ops.core.compared import gap, on_device, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
 PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
@@ -125,15 +125,14 @@ def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
     worst: Difference | None = None
     for rank, other in enumerate(found):
         for name in found[0] | other:
-            gap = _gap(found[0].get(name), other.get(name))
-            if gap > (worst.largest if worst else 0.0):
-                worst = Difference(name, rank, gap)
+            largest = _largest_gap(found[0].get(name), other.get(name))
+            if largest > (worst.largest if worst else 0.0):
+                worst = Difference(name, rank, largest)
     return worst
 
 
-def _gap(a: Tensor | None, b: Tensor | None) -> float:
+def _largest_gap(a: Tensor | None, b: Tensor | None) -> float:
     """The largest difference; infinite for a value that is missing, of another size or not finite on one rank only."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
-    gap = (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-    return float(gap.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).max())
+    return float(gap(a, b).max())

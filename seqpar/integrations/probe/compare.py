@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from seqpar.integrations.probe.record import Event, RunRecord
 from seqpar.integrations.probe.rows import Sample, real
-from seqpar.nn.rounding import LOW, ROUGH, gap
+from seqpar.nn.rounding import LOW, ROUGH
 from seqpar.nn.saved_state import Buffers
+from seqpar.ops.core.compared import gap
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
 

@@ -83,3 +83,8 @@ def to_host(x: Tensor) -> tuple[Tensor, Any]:
     host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     host.copy_(x, non_blocking=True)
     return host, torch.cuda.current_stream(x.device).record_event()
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b|: 0 where both are equal or NaN, infinite where one alone is not finite."""
+    return (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)

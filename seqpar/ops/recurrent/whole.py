@@ -51,7 +51,8 @@ def backward(
         entering = (begin + passed[0] if passed else begin).requires_grad_()
         results = _of_rank(call, inputs[2], *call.kernel.replay(prepared, entering, kept))
         wanted = [x for x in leaves if x is not None and x.requires_grad]
-        pairs = [(y, g) for y, g in zip(results, (dout, dstates), strict=True) if g is not None]
+        # a result of no rows may depend on nothing
+        pairs = [(y, g) for y, g in zip(results, (dout, dstates), strict=True) if g is not None and y.requires_grad]
         ys, gs = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
         first = torch.autograd.grad(ys, [*wanted, entering], gs, allow_unused=True, retain_graph=True) if ys else ()
         *found, dentered = first or [None] * (len(wanted) + 1)
