@@ -184,15 +184,11 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     beside = [ends(cell["ratio"] for cell in each["beside_best"].values()) for each in planned]
     faster = ends((each["speedup_over_worst"] for each in planned), 1)
     yield "planned.json", "measured: the plan", [*beside, faster]
-    for name, begins in (
-        ("simulate.json", "time of the slowest rank"),
-        ("simulate_channels.json", "slowest rank over"),
-    ):
-        means: dict[int, list[float]] = {}
-        for row in record(name)["rows"]:
-            if row["policy"] == "seqpar" and row["hardware"] == "h100" and not row["variant"]:
-                means.setdefault(row["ranks"], []).append(row["lockstep_mean"])
-        yield name, begins, [ends(several, 3) for several in means.values()]
+    means: dict[int, list[float]] = {}
+    for row in record("simulate.json")["rows"]:
+        if row["policy"] == "seqpar" and row["hardware"] == "h100" and not row["variant"]:
+            means.setdefault(row["ranks"], []).append(row["lockstep_mean"])
+    yield "simulate.json", "time of the slowest rank", [ends(several, 3) for several in means.values()]
     tried = record("architectures.json")["rows"].values()
     exact = sum(all(row["float64"].get(way, "exact") == "exact" for way in ("padded", "packed")) for row in tried)
     yield "architectures.json", "architectures of transformers", [str(len(tried)), str(exact)]

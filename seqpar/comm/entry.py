@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 M = TypeVar("M", bound=Callable[..., Any])
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class ThreadEntry:
@@ -80,12 +81,22 @@ def uncompiled(function: M) -> M:
     return cast(M, call)
 
 
+def refuse_transforms(what: str) -> None:
+    """Raise NotImplementedError inside a transform of `torch.func`, whose tensors have no memory to send."""
+    if _transforms_active() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), for which it has no rule; "
+            "call it outside, and differentiate with torch.autograd.grad"
+        )
+
+
 def enters(method: M) -> M:
     """A method of a comm whose first argument names the call in which it runs."""
 
     @uncompiled
     @wraps(method)
     def call(comm: Any, what: str, *arguments: Any, **named: Any) -> Any:
+        refuse_transforms(what)
         with entered(comm, what):
             return method(comm, what, *arguments, **named)
 

@@ -26,7 +26,7 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import ENOUGH, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
-from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice, replaced
+from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.handles import in_graph
 
@@ -83,7 +83,7 @@ class Parallelized(ParallelModel):
     def __init__(
         self, model: nn.Module, comm: Comm, spec: Spec, grad: str, make_plan: MakeStagePlan, check_inputs: bool
     ) -> None:
-        refuse_twice(model)
+        refuse_unready(model)
         check_makes_plans(model, make_plan, "(stages, dims, ranks, end=, training=)")
         super().__init__(model, comm)
         self.spec, self.grad, self.make_plan, self.check_inputs = spec, grad, make_plan, check_inputs

@@ -17,6 +17,7 @@ from functools import update_wrapper
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from seqpar.comm import Comm
 
@@ -61,6 +62,13 @@ class Around:
         if self.handle is not None and self.handle.asleep:
             return self.forward(*args, **kwargs)
         return self.around(self.module, self.forward, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise, with a word for what asks for the code of a forward: `torch.export` and `torch.jit.script`."""
+        why = "no such attribute"
+        if name in ("__code__", "__globals__"):
+            why = "its forward sends messages, which no exporter of graphs takes; undo() first"
+        raise AttributeError(f"a parallel {type(self.__dict__.get('module')).__name__}: {name}: {why}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Around:
         return Around(copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo), self.around)
@@ -113,8 +121,14 @@ class ParallelModel:
         self.undo()
 
 
-def refuse_twice(model: nn.Module) -> None:
-    """Raise ValueError if the model or a module in it is parallel already."""
+def refuse_unready(model: nn.Module) -> None:
+    """Raise ValueError if the model or a module in it is parallel already, or has parameters that have no shape yet."""
+    for name, module in model.named_modules():
+        if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{type(module).__name__}, {name or 'the model'}, has no weights before its first forward; "
+                "run the model once, then make it parallel"
+            )
     already = [
         type(module).__name__ for module in model.modules()
         if PARALLEL in module.__dict__ or isinstance(module.__dict__.get("forward"), Around)

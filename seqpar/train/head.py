@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.comm.entry import refuse_transforms
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.train.dtensor import is_dtensor
@@ -158,6 +159,7 @@ def refuse_learned(who: str, **numbers: object) -> None:
 
 def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, chunk: int) -> None:
     """Raise TypeError, ValueError or NotImplementedError for arguments that are not a head over these rows."""
+    refuse_transforms(who)
     for kind, x in (("weight", weight), ("bias", bias)):
         if not isinstance(x, Tensor) and not (kind == "bias" and x is None):
             raise TypeError(f"{who}: the {kind} must be a tensor, got {x!r:.200}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -102,3 +102,30 @@ def test_a_nested_tensor_is_given_as_this_ranks_rows() -> None:
         expected = layer(x, x, x, need_weights=False)[0]
     for out in run_threads(2, rank):
         assert torch.allclose(out, expected, atol=1e-6)
+
+
+class Attending(nn.Module):
+    """Self-attention over [1, 9, 16], by PyTorch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 9, 2, 8).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def test_a_model_is_exported_when_it_is_not_parallel() -> None:
+    model, x = Attending(), torch.randn(1, 9, 16)
+    handle = seqpar.parallelize(model, LocalComm(), sdpa=True)
+    with advised(Exception, "undo() first"):
+        torch.jit.script(model)
+    handle.undo()
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_a_lazy_model_is_run_once_before_it_is_made_parallel() -> None:
+    comm, model, x = LocalComm(), nn.Sequential(nn.LazyLinear(16), Attending()), torch.randn(1, 9, 5)
+    with advised(ValueError, "run the model once, then make it parallel"):
+        seqpar.parallelize(model, comm, sdpa=True)
+    expected = model(x)
+    seqpar.parallelize(model, comm, sdpa=True)
+    with seqpar.parallel(PLAN, comm):
+        assert torch.allclose(model(x), expected, atol=1e-6)

@@ -213,3 +213,18 @@ def test_a_number_that_is_learned_elsewhere_is_detached() -> None:
     found = token_log_probs(hidden, weight, labels, temperature=temperature.detach())
     expected = (hidden @ weight.T / 0.5).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_gradient_through_ranks_is_autograds() -> None:
+    def rank(comm: Comm) -> Tensor:
+        x = torch.ones(2, requires_grad=True)
+
+        def loss(x: Tensor) -> Tensor:
+            return all_sum((comm.rank + 1) * x, comm).square().sum() / comm.size
+
+        with advised(NotImplementedError, "call it outside, and differentiate with torch.autograd.grad"):
+            torch.func.grad(loss)(x)
+        return torch.autograd.grad(loss(x), x)[0]
+
+    one, two = run_threads(2, rank)
+    assert torch.equal(one, torch.full((2,), 6.0)) and torch.equal(two, 2 * one)

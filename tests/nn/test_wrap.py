@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar import LocalComm
-from seqpar.nn.wrap import ParallelModel, refuse_twice, replaced
+from seqpar.nn.wrap import ParallelModel, refuse_unready, replaced
 
 
 class Doubling(nn.Module):
@@ -87,6 +87,27 @@ def test_a_copy_has_the_same_around_its_own_forward_whatever_the_first_does() ->
     assert (model(X).item(), twin(X).item()) == (2, 7)
 
 
+def test_an_exporter_is_told_to_undo() -> None:
+    model, handle = parallel()
+    for exported in (lambda: torch.jit.script(model), lambda: torch.export.export(model, (X,))):
+        with pytest.raises(Exception, match=r"a parallel Doubling: __\w+__: .*; undo\(\) first"):
+            exported()
+    assert not hasattr(model.forward, "__code__") and list(inspect.signature(model.forward).parameters) == [
+        "x",
+        "scale",
+    ]
+    handle.undo()
+    assert torch.export.export(model, (X,)).module()(X).item() == model(X).item()
+
+
+def test_a_lazy_module_is_run_before_it_is_made_parallel() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="LazyLinear, 1, has no weights before its first forward; run the model once"):
+        refuse_unready(model)
+    model(torch.ones(1, 2))
+    refuse_unready(model)
+
+
 def test_a_wrapper_of_others_calls_the_own_forward_after_undo() -> None:
     model, handle = parallel()
     ours = model.forward
@@ -98,9 +119,9 @@ def test_a_wrapper_of_others_calls_the_own_forward_after_undo() -> None:
 def test_a_model_is_parallel_once_and_has_no_pickle() -> None:
     model, handle = parallel()
     with pytest.raises(ValueError, match=r"Linear in Sequential is parallel already; call undo\(\)"):
-        refuse_twice(nn.Sequential(model.inner))
+        refuse_unready(nn.Sequential(model.inner))
     with pytest.raises(NotImplementedError, match="a parallel Doubling"):
         pickle.dumps(model)
     handle.undo()
-    refuse_twice(model)
+    refuse_unready(model)
     assert pickle.loads(pickle.dumps(model))(X).item() == 2

@@ -23,7 +23,7 @@ from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import all_sum, linear_cross_entropy, token_log_probs, token_mean
+from seqpar.train import Mean, all_sum, linear_cross_entropy, sync_gradients, token_log_probs, token_mean
 from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
@@ -762,6 +762,51 @@ def test_tensors_without_rows_of_memory_are_refused_by_every_verb() -> None:
             transform = way.split()[1] in TRANSFORMS
             expected = "inside a transform of torch.func" if transform else "expected dense tensors"
             assert text.startswith("NotImplementedError: ") and expected in text, (way, text)
+
+
+def in_a_transform(comm: Comm) -> dict[str, str]:
+    """The errors, in a transform, of calls that are no verbs of one tensor; the comm lives afterwards."""
+    plan, found = Plan(Mask([7, 5]), Layout.contiguous(12, 2)), {}
+
+    def summed_gradients() -> None:
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        sync_gradients([weight], comm)
+
+    def block() -> None:
+        with seqpar.parallel(plan, comm):
+            pass
+
+    def rerouted() -> None:
+        with seqpar.sdpa(plan, comm):
+            pass
+
+    labels, weight = torch.zeros(6, dtype=torch.long), torch.ones(9, 8)
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "agree": lambda x: comm.agree("agree", {"heads": 1}),
+        "gather": lambda x: comm.gather("gather", 1),
+        "sync_gradients": lambda x: summed_gradients(),
+        "share": lambda x: seqpar.data.share({"input_ids": [torch.arange(5)]}, comm),
+        "Mean.result": lambda x: Mean().result(comm),
+        "parallel": lambda x: block(),
+        "bind": lambda x: seqpar.bind(plan, comm),
+        "shard": lambda x: seqpar.shard(torch.ones(12, 3), plan, comm.rank),
+        "halo": lambda x: recurrent.halo(x, plan, comm, reach=1),
+        "token_log_probs": lambda x: token_log_probs(x, weight, labels),
+        "linear_cross_entropy": lambda x: linear_cross_entropy(x, weight, labels, valid=12),
+        "sdpa": lambda x: rerouted(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func") as raised:
+            torch.func.grad(lambda x, call=call: (call(x), x.sum())[1])(torch.ones(6, 8))
+        found[name] = str(raised.value)
+    comm.agree("afterwards", {})
+    return found
+
+
+def test_calls_in_a_transform_are_named_and_the_comm_lives() -> None:
+    for found in run_processes(2, in_a_transform):
+        assert all(text.startswith((name, "parallel")) for name, text in found.items())
 
 
 def test_an_unusual_tensor_of_one_rank_is_refused_on_both() -> None:

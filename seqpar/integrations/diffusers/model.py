@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.moves import unshard_alike
 from seqpar.dsp.specs import SPECS
 from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentions, check_alone
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
-from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_twice
+from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.core.agreement import gathering, refuse_transforms
+from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
 
 
@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, accuracy
     check_makes_plans(model, plan, "(mask, layout)")
     check_accuracy(accuracy)
     check_alone(model)
-    refuse_twice(model)
+    refuse_unready(model)
     handle = ParallelModel(model, comm)
     handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, accuracy)))
     for name, function in recipe.modules.items():

@@ -62,9 +62,10 @@ class ModelFit(NamedTuple):
 
     rules: the masks it asks for. recurrent: whether it has mixers. counting: how it counts positions without
     position_ids, as in `positions`. result: the output with a row per token. shift: the rows that labels belong to, as
-    in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". head: the layer that makes the logits.
-    softcap: the logits' softcap. routers: of a mixture of experts. pooled: whether the base model has a pooler.
-    at_home: of a head that pools; the rest is then the base model's.
+    in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its loss by
+    num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
+    logits' softcap. routers: of a mixture of experts. pooled: whether the base model has a pooler. at_home: of a head
+    that pools; the rest is then the base model's.
     """
 
     rules: frozenset[Rule]
@@ -73,6 +74,7 @@ class ModelFit(NamedTuple):
     result: str
     shift: str
     loss: str
+    by_items: bool
     head: nn.Linear | None
     softcap: float
     routers: Routers
@@ -221,15 +223,18 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         )
     if reasons:
         return None  # type: ignore[return-value]
-    labels = (ids * 3 + 1) % vocabulary
+    labels = (ids * 3 + 1) % min(vocabulary, whole["logits"].shape[-1] if "logits" in whole else vocabulary)
     shift, loss = _loss(probe, whole, ids, labels, at)
+    by_items = not loss and _by_items(model, ids, labels, at)
     head, softcap = _head(probe, whole, hidden)
     counting = counting_of(lambda tokens, **given: probe(tokens, **given)[result], probe.close, ids, pad_of(model))
     routers = Routers()
     if can_ask(model):
         with without_hooks(model):
             routers = _routers(probe, ids, labels, at)
-    return ModelFit(frozenset(probe.rules), recurrent, counting, result, shift, loss, head, softcap, routers, pooled)
+    return ModelFit(
+        frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled
+    )
 
 
 @contextmanager
@@ -308,8 +313,9 @@ class _Probe:
 
 
 def plain(model: PreTrainedModel) -> dict[str, Any]:
-    """The keywords with which a model returns rows alone: no cache, no router logits."""
-    return caching(model) | ({ASKED: False} if can_ask(model) else {})
+    """The keywords with which a model returns rows alone: no cache, no hidden states, no router logits."""
+    hidden = {"output_hidden_states": False} if model.config.output_hidden_states else {}
+    return caching(model) | hidden | ({ASKED: False} if can_ask(model) else {})
 
 
 def _result(model: PreTrainedModel, out: Any, reasons: list[str]) -> tuple[str, bool]:
@@ -332,7 +338,6 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
     if "logits" not in whole or function not in SHIFTS:
         return "row", f"its loss {getattr(function, '__name__', repr(function))} is not a mean over tokens"
     shift = SHIFTS[function]
-    labels = labels % whole["logits"].shape[-1]
 
     def is_mean(logits: Tensor, own: Tensor | None) -> bool:
         rows, wanted = (logits[0, :-1], labels[1:]) if shift == "row" else (logits[0], labels)
@@ -346,6 +351,19 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
     if out.get("logits") is not None and not is_mean(out.logits, out.get("loss")):
         return shift, "its loss in training is not the cross-entropy of its logits alone"
     return shift, ""
+
+
+def _by_items(model: PreTrainedModel, ids: Tensor, labels: Tensor, at: Tensor) -> bool:
+    """Whether a model as written divides its loss by ``num_items_in_batch``: twice as many halve it."""
+    if all(p.kind != p.VAR_KEYWORD for p in inspect.signature(type(model).forward).parameters.values()):
+        return True  # callers give it to models that take any keyword
+
+    def loss(items: int) -> float:
+        given = {"input_ids": ids[None], "position_ids": at[None], "labels": labels[None], "return_dict": True}
+        return float(model.forward(**given, num_items_in_batch=items, **plain(model)).loss)
+
+    with implementation(model, "eager"), as_written(model):
+        return loss(2 * TOKENS) < 0.75 * loss(TOKENS)
 
 
 def _by_rows_in_training(probe: _Probe, result: str, ids: Tensor, at: Tensor, few: Tensor) -> bool:

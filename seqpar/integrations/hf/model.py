@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.comm import Comm
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.data import Share, back
 from seqpar.data.batch import FACTS, Reading, read
 from seqpar.data.host import moved, read_entries
@@ -57,11 +57,11 @@ from seqpar.integrations.hf.recurrent.mixers import mix, mixers, of_documents
 from seqpar.integrations.hf.rotary import length_of, lengthy, turn
 from seqpar.integrations.hf.unlisted import sees_places, unlisted
 from seqpar.integrations.hf.worth import Worth
-from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_twice, replaced, unpicklable
+from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.core.agreement import agreement, plan_key, refuse_transforms, remember
+from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
@@ -82,6 +82,8 @@ IDLE = {
     "use_cache": (False,), "output_attentions": (False,), "logits_to_keep": (0,),
     "fused_lm_head": (False,),
 }  # fmt: skip
+# Columns that callers hand on and no model reads: TRL's `RewardTrainer` has the margin of a pair.
+UNREAD = ("margin",)
 # The document of each token, for convolutions and recurrences: attention on one device ignores it.
 UNSEEN = ("seq_idx",)
 
@@ -164,7 +166,7 @@ class ParallelTransformer(ParallelModel):
         try:
             with agreement("parallelize", comm, every=True) as call:
                 check_accuracy(accuracy)
-                refuse_twice(model)
+                refuse_unready(model)
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
                 self._undone.callback(enter(self._before) if in_place else enter(KEY))
@@ -315,7 +317,8 @@ class ParallelTransformer(ParallelModel):
         replaced = self.model.loss_function is not self._loss_function
         call, kept = HeadCall(fit, self.model, arguments, replaced=replaced), self._head
         whole = arguments.pop("return_dict", None) is not False
-        arguments.pop("num_items_in_batch", None)
+        for name in (*UNREAD, "num_items_in_batch"):
+            arguments.pop(name, None)
         self._head = call
         try:
             out = before(**arguments, return_dict=True)
@@ -390,7 +393,8 @@ class ParallelTransformer(ParallelModel):
         labelled = labels or (head is not None and head.labels is not None)
         if error is None and (unfit := unfit_adapters(self.model, layers, loss=labelled)):
             error = NotImplementedError(f"{type(module).__name__}: {unfit}")
-        hidden_states, items = bool(arguments.get("output_hidden_states")), arguments.get("num_items_in_batch")
+        hidden_states = bool(arguments.get("output_hidden_states", self.model.config.output_hidden_states))
+        items = arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
         count = None
         if error is None:
@@ -621,8 +625,10 @@ class ParallelTransformer(ParallelModel):
     ) -> Tensor:
         """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
         scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
-        if call.items is not None:  # a mean over more than this batch, which the caller also scales for wrappers
-            scale = {"valid": call.items.reshape(()) if isinstance(call.items, Tensor) else int(call.items)}
+        if call.items is not None:  # whose giver also scales for wrappers
+            scale = {"valid": own.valid}
+            if self.fit.by_items:  # a mean over more than this batch
+                scale = {"valid": call.items.reshape(()) if isinstance(call.items, Tensor) else int(call.items)}
         labels = own.tensors["labels"]
         if hidden is not None:
             assert self.fit.head is not None

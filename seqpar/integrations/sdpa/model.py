@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import mixing
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
-from seqpar.nn.wrap import ParallelModel, refuse_twice
+from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.signature import check_accuracy
-from seqpar.ops.core.agreement import errors_on_all_ranks, refuse_transforms
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
@@ -59,7 +59,7 @@ def parallelize(
     if reasons := mixing(model):
         raise refused(model, reasons)
     check_model(model)
-    refuse_twice(model)
+    refuse_unready(model)
     handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed, accuracy)
     handle.put_around(model, forward)
     handle.on_undo(forward.close)

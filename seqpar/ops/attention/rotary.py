@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from seqpar.comm.entry import refuse_transforms
 from seqpar.kernels.memory.rotary import rotate
 from seqpar.kernels.protocol import DTYPES
-from seqpar.ops.core.agreement import refuse_transforms
 from seqpar.ops.core.collective_op import refuse_tangents
 
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")

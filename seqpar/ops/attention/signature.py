@@ -168,7 +168,9 @@ def check_tensors(
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
     if q.is_meta:
-        raise NotImplementedError("q, k, v are on the meta device, which holds no values to attend to")
+        raise NotImplementedError(
+            "q, k, v are on the meta device, which holds no values to attend to; load the weights first"
+        )
     (_, heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
     if k.shape[:2] != v.shape[:2] or k.shape[2] != dim or 0 in (heads, kv_heads, dim, v_dim):
         raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {_shapes(q, k, v)}")

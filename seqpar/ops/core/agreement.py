@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from seqpar.comm import Comm, PeerError
-from seqpar.comm.entry import entered
+from seqpar.comm.entry import entered, refuse_transforms
 from seqpar.comm.header import hash63
 from seqpar.ops.core.compared import UNDER_WAY, comparable, due, overdue
 from seqpar.plan import Plan
 
-_transforms_active = torch._C._are_functorch_transforms_active
 REMEMBERED = 4096  # signatures that a comm keeps; all ranks forget the same ones, since they see them in the same order
 
 
@@ -95,15 +94,6 @@ class errors_on_all_ranks:
             self.comm.next_call()
             with agreement(self.what, self.comm):
                 raise error
-
-
-def refuse_transforms(what: str) -> None:
-    """Raise NotImplementedError inside a transform of `torch.func`, whose tensors have no memory to send."""
-    if _transforms_active() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), for which it has no rule; "
-            "call it outside, and differentiate with torch.autograd.grad"
-        )
 
 
 class gathering:

@@ -24,8 +24,7 @@ from torch.autograd import forward_ad
 from torch.fx.node import has_side_effect
 
 from seqpar.comm import Comm, Tag
-from seqpar.comm.entry import uncompiled
-from seqpar.ops.core.agreement import refuse_transforms
+from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.ops.core.handles import carried, carry, handles, in_graph
 from seqpar.ops.core.repetition import refuse_repetition
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
@@ -164,6 +164,7 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
 
     Raises: ValueError for a tensor without the plan's tokens at ``dim``.
     """
+    refuse_transforms("shard")
     layout = _layout_of(plan, side)
     _check_tensor("shard", x, dim)
     rows = plan.rows(rank, side)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
+from seqpar.comm.entry import refuse_transforms
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import MOST, Ints, Memo, is_integer
 from seqpar.kernels import acc_dtype
@@ -142,6 +143,7 @@ def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int =
     Raises: ValueError for a wrong number of rows or a `by` of 0, NotImplementedError for later rows in a tree, where a
     token has several next ones; on every rank.
     """
+    refuse_transforms("shift")
     rows = x.shape[0] if isinstance(x, Tensor) and not x.is_nested and x.dim() else 0
     return NEIGHBOURS([x], values_of("shift", plan, comm), "shift", by, rows)[0]
 
@@ -155,6 +157,7 @@ def halo(x: Tensor, plan: Plan, comm: Comm, *, reach: int) -> Tensor:
     Raises: ValueError for a wrong number of rows or a reach below 1, on every rank; NotImplementedError in a compiled
     model, where the number of runs is unknown.
     """
+    refuse_transforms("halo")
     if torch.compiler.is_compiling():
         raise NotImplementedError("halo: not supported in a compiled model; call it outside")
     rows = NEIGHBOURS([x], [plan, comm], "halo", reach, -1)[0]

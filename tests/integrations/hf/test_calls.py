@@ -188,6 +188,47 @@ def test_what_wrappers_average_and_what_trainer_counts() -> None:
     torch.testing.assert_close(4 * (part[1] + part_too[1]), whole.grads["lm_head.weight"], rtol=1e-4, atol=1e-7)
 
 
+def test_a_class_that_does_not_count_items_gives_the_mean_of_the_batch() -> None:
+    """As on one device, where BertForMaskedLM ignores num_items_in_batch; its caller scales for wrappers anyway."""
+    model, every = build("bert"), batches("left", 2)
+    whole = one_process(model, every, False)
+    items = 3 * sum(int((batch["labels"] != -100).sum()) for batch in every)
+    with torch.no_grad():
+        ignored, counted = (m(**every[0], num_items_in_batch=items).loss for m in (model, build("llama")))
+        assert ignored == model(**every[0]).loss and counted < build("llama")(**every[0]).loss / 2
+
+    def rank(comm: Comm) -> tuple[float, Tensor]:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm):
+            loss = own(**every[comm.rank], num_items_in_batch=items).loss
+            loss.backward()
+        return float(loss.detach()), own.get_input_embeddings().weight.grad
+
+    (one, part), (other, part_too) = run_threads(2, rank)
+    assert one + other == pytest.approx(float(whole.loss), rel=1e-5)
+    embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    torch.testing.assert_close(part + part_too, whole.grads[embedding], rtol=1e-4, atol=1e-6)
+
+
+def test_hidden_states_that_the_config_asks_for() -> None:
+    model, every = build("llama").eval(), batches("left", 2)
+    given = [without_labels(batch) for batch in every]
+    with torch.no_grad():
+        expected = [model(**batch, output_hidden_states=True).hidden_states for batch in given]
+
+    def rank(comm: Comm) -> tuple[Tensor, ...]:
+        own = copy.deepcopy(model)
+        own.config.output_hidden_states = True
+        with seqpar.parallelize(own, comm), torch.no_grad():
+            assert own(**given[comm.rank], output_hidden_states=False).hidden_states is None
+            return own(**given[comm.rank]).hidden_states
+
+    for found, whole, batch in zip(run_threads(2, rank), expected, given, strict=True):
+        assert len(found) == len(whole) == 3
+        for x, y in zip(found, whole, strict=True):
+            torch.testing.assert_close(x[kept(batch)], y[kept(batch)], rtol=1e-4, atol=1e-5)
+
+
 def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
     model = build("llama", attention_dropout=0.5)
     batch = packed(generator(), [11, 23])

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import recurrent
 from seqpar.comm import Comm, LocalComm
+from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.plan import Plan
@@ -81,6 +82,26 @@ def test_over_processes(comm) -> None:
         return run_processes(ranks, *arguments, comm=comm)
 
     agrees(plan_of("zigzag", (9, 20, 3), 3), Family("scalar", beta=True, initial=True), run)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("learned", ["q", "k", "decay"])
+def test_a_rank_without_rows_where_one_input_alone_is_learned(kernel: str, learned: str) -> None:
+    plan = Plan(Mask([5]), Layout([[0, 1, 2, 3, 4], []]))
+    rng = torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(5, 2, 3, generator=rng, dtype=torch.float64) for name in "qkv"}
+    whole["decay"] = -torch.rand(5, 2, generator=rng, dtype=torch.float64)
+
+    def rank(comm: Comm) -> Tensor:
+        own = {name: seqpar.shard(x, plan, comm.rank).requires_grad_(name == learned) for name, x in whole.items()}
+        out = recurrent.linear_attention(*(own[n] for n in "qkv"), plan, comm, decay=own["decay"], kernel=kernel)
+        out.sum().backward()
+        return seqpar.unshard(own[learned].grad, plan, comm)
+
+    expected = {name: x.clone().requires_grad_(name == learned) for name, x in whole.items()}
+    dense_linear_attention(*(expected[n] for n in "qkv"), plan.mask, decay=expected["decay"])[0].sum().backward()
+    for grad in run_threads(2, rank):
+        torch.testing.assert_close(grad, expected[learned].grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
