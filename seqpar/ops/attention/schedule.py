@@ -19,7 +19,7 @@ from their owners are posted two steps ahead, and three stages are alive::
     enter | post K1  post K2  C0  wait K1 | post K3  C1  wait K2 | post K4  C2  ... | leave
 
 A plan with several Ulysses widths has a part for each, and steps part by part: widths rise in forward and fall in
-backward, as if forward ran back in time. Queries, keys and values, and their gradients, are more rows than the output
+backward, as if forward ran back in time. Queries, keys and values, and their gradients, are more bytes than the output
 and its gradient. So what nothing hides is the smaller message both ways, here for widths 1 and 8::
 
     forward    post qkv | compute 1 | wait qkv | compute 8 | post out, wait out
