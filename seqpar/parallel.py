@@ -13,7 +13,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.comm.entry import refuse_transforms
 from seqpar.ops import bind
 from seqpar.ops.core.backward import backward_pass, next_node, node_under_way
 from seqpar.plan import Plan
@@ -102,7 +101,6 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
 
     Raises: ValueError if the plan and the comm differ in ranks; and on all ranks if only some go on after an error.
     """
-    refuse_transforms("parallel")
     if not isinstance(plan, Plan) or plan.ranks != comm.size:
         raise ValueError(f"parallel: expected a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
     before = _blocks.get(comm, 0)

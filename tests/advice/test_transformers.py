@@ -432,3 +432,16 @@ def test_a_model_trains_without_the_noise_of_neftune() -> None:
             model(**BATCH)
         handle.remove()
         assert is_right(model)
+
+
+def test_hidden_states_without_a_row_for_each_token_are_left_out() -> None:
+    from tests.ecosystem.architectures import TABLE
+    from tests.ecosystem.architectures import build as build_any
+
+    model = build_any(TABLE["gemma3n_text"], dtype=torch.float32).eval()  # its layers see four streams of rows
+    with torch.no_grad():
+        expected = model(**ROW).logits
+        with seqpar.parallelize(model, LocalComm()):
+            with advised(NotImplementedError, "leave output_hidden_states out"):
+                model(**ROW, output_hidden_states=True)
+            assert torch.allclose(model(**ROW).logits, expected, atol=1e-5)

@@ -21,6 +21,7 @@ from seqpar.comm import Comm, LocalComm, PeerError
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
+from seqpar.nn import Attention
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import Mean, all_sum, linear_cross_entropy, sync_gradients, token_log_probs, token_mean
@@ -773,13 +774,9 @@ def in_a_transform(comm: Comm) -> dict[str, str]:
         weight.grad = torch.ones(3)
         sync_gradients([weight], comm)
 
-    def block() -> None:
+    def block(inside: Callable[[], object]) -> None:
         with seqpar.parallel(plan, comm):
-            pass
-
-    def rerouted() -> None:
-        with seqpar.sdpa(plan, comm):
-            pass
+            inside()
 
     labels, weight = torch.zeros(6, dtype=torch.long), torch.ones(9, 8)
     calls: dict[str, Callable[[Tensor], object]] = {
@@ -788,25 +785,40 @@ def in_a_transform(comm: Comm) -> dict[str, str]:
         "sync_gradients": lambda x: summed_gradients(),
         "share": lambda x: seqpar.data.share({"input_ids": [torch.arange(5)]}, comm),
         "Mean.result": lambda x: Mean().result(comm),
-        "parallel": lambda x: block(),
-        "bind": lambda x: seqpar.bind(plan, comm),
-        "shard": lambda x: seqpar.shard(torch.ones(12, 3), plan, comm.rank),
         "halo": lambda x: recurrent.halo(x, plan, comm, reach=1),
         "token_log_probs": lambda x: token_log_probs(x, weight, labels),
         "linear_cross_entropy": lambda x: linear_cross_entropy(x, weight, labels, valid=12),
-        "sdpa": lambda x: rerouted(),
+        "attention": lambda x: block(lambda: Attention()(*3 * [x.view(6, 2, 4)])),
+        "parallel": lambda x: block(lambda: None),  # an agreement, as the block before ended with an error
     }
     for name, call in calls.items():
         with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func") as raised:
             torch.func.grad(lambda x, call=call: (call(x), x.sum())[1])(torch.ones(6, 8))
         found[name] = str(raised.value)
-    comm.agree("afterwards", {})
+    with seqpar.parallel(plan, comm):
+        assert Attention()(*3 * [torch.ones(6, 2, 4)]).sum() == 48
     return found
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_sends_nothing_works_in_a_transform(name: str) -> None:
+    comm = LocalComm()
+    plan = Plan(Mask([7, 5]), Layout.contiguous(12, 1))
+
+    def rows(x: Tensor) -> Tensor:
+        seqpar.bind(plan, comm)
+        with seqpar.parallel(plan, comm):
+            return seqpar.shard(x, plan, 0) ** 2
+
+    x = torch.arange(24.0).view(12, 2)
+    expected = {"grad": 2 * x, "vmap": x[None] ** 2, "jvp": (x**2, 2 * x**2)}[name]
+    torch.testing.assert_close(TRANSFORMS[name](rows, x), expected)
+    torch.testing.assert_close(seqpar.shard(x, plan, 0), x)
 
 
 def test_calls_in_a_transform_are_named_and_the_comm_lives() -> None:
     for found in run_processes(2, in_a_transform):
-        assert all(text.startswith((name, "parallel")) for name, text in found.items())
+        assert all(name in text.split(" inside")[0] for name, text in found.items())
 
 
 def test_an_unusual_tensor_of_one_rank_is_refused_on_both() -> None:

@@ -76,6 +76,12 @@ def caching(model: PreTrainedModel) -> dict[str, Any]:
     return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
 
 
+def hiding(model: PreTrainedModel) -> dict[str, Any]:
+    """The keyword that stops a model from returning hidden states, if its config asks for them."""
+    asked = any(config.output_hidden_states for config in (model.config, model.config.get_text_config()))
+    return {"output_hidden_states": False} if asked else {}
+
+
 def _ropes(config: PreTrainedConfig) -> Iterable[tuple[str, str]]:
     """Rotary types, and the place of each in the config."""
     said: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -26,7 +26,7 @@ from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, Noted, forward, implementation, padding_of, planned
-from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, mixing_layers
+from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, hiding, mixing_layers
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Routers, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.heads import POOLER, AtHome, pad_of, pools, tried
 from seqpar.integrations.hf.mask import Rule
@@ -213,8 +213,8 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     if not probe.close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         reasons.append("its attention depends on the order in which a rank holds its rows")
     with implementation(model, "eager"), as_written(model):
-        written_out = model.forward(input_ids=ids[None], position_ids=at[None], return_dict=True, **plain(model))
-        written_out = written_out[result]
+        given = {"position_ids": at[None], "return_dict": True} | plain(model) | hiding(model)
+        written_out = model.forward(input_ids=ids[None], **given)[result]
     if not probe.close(one, written_out):
         names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
         reasons.append(
@@ -282,7 +282,8 @@ class _Probe:
         state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
         try:
             with parallel(plan, LocalComm()), replaced(text, inner), forward(state):
-                return self.model.forward(input_ids=ids[None], return_dict=True, **plain(self.model) | options)
+                given = plain(self.model) | hiding(self.model) | options
+                return self.model.forward(input_ids=ids[None], return_dict=True, **given)
         finally:
             if hook is not None:
                 hook.remove()
@@ -313,9 +314,8 @@ class _Probe:
 
 
 def plain(model: PreTrainedModel) -> dict[str, Any]:
-    """The keywords with which a model returns rows alone: no cache, no hidden states, no router logits."""
-    hidden = {"output_hidden_states": False} if model.config.output_hidden_states else {}
-    return caching(model) | hidden | ({ASKED: False} if can_ask(model) else {})
+    """The keywords with which a model makes no cache and returns no router logits."""
+    return caching(model) | ({ASKED: False} if can_ask(model) else {})
 
 
 def _result(model: PreTrainedModel, out: Any, reasons: list[str]) -> tuple[str, bool]:
@@ -359,11 +359,14 @@ def _by_items(model: PreTrainedModel, ids: Tensor, labels: Tensor, at: Tensor) -
         return True  # callers give it to models that take any keyword
 
     def loss(items: int) -> float:
-        given = {"input_ids": ids[None], "position_ids": at[None], "labels": labels[None], "return_dict": True}
-        return float(model.forward(**given, num_items_in_batch=items, **plain(model)).loss)
+        given = {"position_ids": at[None], "labels": labels[None], "return_dict": True} | plain(model) | hiding(model)
+        return float(model.forward(input_ids=ids[None], num_items_in_batch=at.new_tensor(items), **given).loss)
 
     with implementation(model, "eager"), as_written(model):
-        return loss(2 * TOKENS) < 0.75 * loss(TOKENS)
+        try:
+            return loss(2 * TOKENS) < 0.75 * loss(TOKENS)
+        except Exception:  # it takes no such keyword after all, and a call that gives it raises as on one device
+            return True
 
 
 def _by_rows_in_training(probe: _Probe, result: str, ids: Tensor, at: Tensor, few: Tensor) -> bool:

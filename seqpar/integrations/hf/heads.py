@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.data import Share
-from seqpar.integrations.hf.config import caching
+from seqpar.integrations.hf.config import caching, hiding
 from seqpar.train.sums import sum_under
 
 IGNORED = -100
@@ -231,7 +231,7 @@ def _changed(model: PreTrainedModel, mask: Tensor) -> Iterator[None]:
 
 
 def _run(model: PreTrainedModel, **arguments: Any) -> Any:
-    return model(**arguments, **caching(model), return_dict=True)
+    return model(**arguments, **caching(model), **hiding(model), return_dict=True)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

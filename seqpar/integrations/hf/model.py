@@ -393,8 +393,7 @@ class ParallelTransformer(ParallelModel):
         labelled = labels or (head is not None and head.labels is not None)
         if error is None and (unfit := unfit_adapters(self.model, layers, loss=labelled)):
             error = NotImplementedError(f"{type(module).__name__}: {unfit}")
-        hidden_states = bool(arguments.get("output_hidden_states", self.model.config.output_hidden_states))
-        items = arguments.get("num_items_in_batch")
+        hidden_states, items = arguments.get("output_hidden_states"), arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
         count = None
         if error is None:
@@ -408,7 +407,7 @@ class ParallelTransformer(ParallelModel):
         state = self._planner.state()
         facts = {
             "labels": labelled, "training": training, "adapters": acting_adapters(layers),
-            "output_hidden_states": hidden_states, ASKED: routers,
+            "output_hidden_states": bool(hidden_states), ASKED: routers,
             "num_items_in_batch": count, "dtype": self.model.dtype, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
@@ -444,8 +443,8 @@ class ParallelTransformer(ParallelModel):
         call = _Call(labels, items, arguments.get("return_dict", True), logits, chunked, routers)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
-        if hidden_states:
-            rows["output_hidden_states"] = True
+        if hidden_states is not None:  # else the configs of the model and its parts decide
+            rows["output_hidden_states"] = bool(hidden_states)
         if routers:
             rows[ASKED] = True
         if chunked:
@@ -607,6 +606,11 @@ class ParallelTransformer(ParallelModel):
         if results.get(POOLER) is not None:
             results[POOLER] = module.pooler(results["last_hidden_state"])
         if results.get("hidden_states") is not None:
+            if odd := [list(x.shape) for x in results["hidden_states"] if x.shape[:-1] != (1, len(own.positions))]:
+                raise NotImplementedError(
+                    f"{type(module).__name__} returns hidden_states of shape {odd[0]}, expected a row for each of "
+                    f"{len(own.positions)} tokens; leave output_hidden_states out"
+                )
             results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
         if results.get(LOGITS) is not None:
             results[LOGITS] = self._router_logits(own, results[LOGITS]) if call.logits else None

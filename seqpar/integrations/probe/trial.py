@@ -55,10 +55,10 @@ def try_model(
     Raises: RuntimeError, on all ranks that run together, if the first run fails on only some of them.
     """
     count, arguments = len(positions[0].own), leaves((args, kwargs))
-    tensors = {i: x for i, x in enumerate(arguments) if has_rows(x) and not is_mask(x, count)}
     parameters = list(model.parameters())
-    if any(x.is_meta for x in tensors.values()) or (parameters and all(p.is_meta for p in parameters)):
+    if any(x.is_meta for x in arguments if has_rows(x)) or (parameters and all(p.is_meta for p in parameters)):
         return Verdict(saw=False)  # no values to compare, and attention refuses them
+    tensors = {i: x for i, x in enumerate(arguments) if has_rows(x) and not is_mask(x, count)}
     with torch.no_grad(), eager(model), saved(model) as state:
         trial = _Trial(model, run, args, kwargs, replacing, state, tensors, gather, alone)
         waiting = itertools.islice(readings_of(tensors, positions) if count > 1 else iter(()), readings)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from seqpar.comm.entry import refuse_transforms, uncompiled
+from seqpar.comm.entry import uncompiled
 from seqpar.facts.value import Fact
 
 
@@ -70,7 +70,6 @@ def bind(*values: object) -> Tensor:
         handle = seqpar.bind(plan, comm)   # for each batch
         loss = compiled(tokens, handle)    # inside: seqpar.attention(q, k, v, handle)
     """
-    refuse_transforms("bind")
     key = tuple(value.digest() if isinstance(value, Fact) else id(value) for value in values)
     carried = _bound.get(key)
     if carried is None:
@@ -173,7 +172,8 @@ def _tensor(carried: Carried) -> Tensor:
 
 
 def _element(number: int) -> Tensor:
-    with torch.inference_mode(False):  # values bound during evaluation may be saved in training
+    # values bound during evaluation may be saved in training; a transform of torch.func is not to wrap the element
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 

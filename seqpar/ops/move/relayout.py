@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
-from seqpar.comm.entry import refuse_transforms, uncompiled
+from seqpar.comm.entry import uncompiled
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
@@ -164,7 +164,6 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
 
     Raises: ValueError for a tensor without the plan's tokens at ``dim``.
     """
-    refuse_transforms("shard")
     layout = _layout_of(plan, side)
     _check_tensor("shard", x, dim)
     rows = plan.rows(rank, side)
@@ -174,7 +173,8 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
         taken = torch.from_numpy(layout.positions(rank)).to(x.device)
     else:
         key = "positions", rank, stream_of(x.device)
-        taken = layout.memo(key, lambda: row_numbers([layout.positions(rank)], x.device)[0])
+        with torch._C._DisableFuncTorch():  # a layout must not keep what a transform wraps either
+            taken = layout.memo(key, lambda: row_numbers([layout.positions(rank)], x.device)[0])
     y = x.index_select(dim, taken)
     if pads := rows - len(taken):
         shape = list(y.shape)

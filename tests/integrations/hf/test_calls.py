@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
@@ -227,6 +228,31 @@ def test_hidden_states_that_the_config_asks_for() -> None:
         assert len(found) == len(whole) == 3
         for x, y in zip(found, whole, strict=True):
             torch.testing.assert_close(x[kept(batch)], y[kept(batch)], rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_that_takes_no_items_after_all_is_served_without() -> None:
+    class Strict(transformers.LlamaForCausalLM):
+        """Hands its keywords to what does not know this one."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if "num_items_in_batch" in kwargs:
+                raise TypeError("unexpected num_items_in_batch")
+            return super().forward(*args, **kwargs)
+
+    class Counting(transformers.LlamaForCausalLM):
+        """Takes the number as the tensor that Trainer gives."""
+
+        def forward(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            more = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch.to(torch.int64)}
+            return super().forward(*args, **kwargs, **more)
+
+    llama, batch = build("llama"), padded(generator(), [13, 6], left=False)
+    for kind in (Strict, Counting):
+        own = kind(llama.config)
+        own.load_state_dict(llama.state_dict())
+        expected = own(**batch).loss
+        with seqpar.parallelize(own, LocalComm()):
+            torch.testing.assert_close(own(**batch).loss, expected)
 
 
 def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:

@@ -135,6 +135,7 @@ def test_batches_planned_ahead() -> None:
 def test_rewards_come_home() -> None:
     """As reward models are used, and trained by losses of their own."""
     model, every = model_of(FAMILIES["qwen3 reward"], torch.float32).eval(), batches("left", 2)
+    model.config.output_hidden_states = True
     given = [{name: x for name, x in batch.items() if name != "labels"} for batch in every]
 
     def rank(comm: Comm) -> Tensor:

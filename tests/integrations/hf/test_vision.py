@@ -217,6 +217,30 @@ def test_towers_may_be_frozen_and_layers_checkpointed(prepare: Any) -> None:
     steps("gemma3", prepare, torch.float32)
 
 
+def unlabelled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in batch.items() if name != "labels"}
+
+
+@pytest.mark.parametrize("part", ["config", "text_config"])
+def test_hidden_states_are_those_that_the_config_of_a_part_asks_for(part: str) -> None:
+    """Of several configs the model of tokens reads its own: that of all parts says nothing, as on one device."""
+    every = bring("gemma3", "one", 2, torch.float32)
+    model = build(EVERY["gemma3"], "sdpa", torch.float32).eval()
+    config = model.config if part == "config" else model.config.get_text_config()
+    config.output_hidden_states = True
+    with torch.no_grad():
+        alone = model(**unlabelled(batch_of("gemma3", "right", every[0], model)))
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm), torch.no_grad():
+            return own(**unlabelled(batch_of("gemma3", "right", every[comm.rank], own)))
+
+    for out in run_threads(2, rank):
+        assert (out.hidden_states is None) == (alone.hidden_states is None) == (part == "config")
+        assert out.hidden_states is None or len(out.hidden_states) == len(alone.hidden_states)
+
+
 @pytest.mark.parametrize("options", [{"logits": True}, {"in_place": True}])
 def test_options_of_text_models_are_those_of_models_with_images(options: dict[str, Any]) -> None:
     steps("gemma3", lambda model: None, **options)
