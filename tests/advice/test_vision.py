@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import pytest
 import torch
 
 import seqpar
-from seqpar import Layout, LocalComm, Mask, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations.hf.vision import ParallelVision
+from seqpar.testing import run_threads
 from tests.advice.remedies import advised
 from tests.ecosystem.architectures import IMAGES, build
 from tests.ecosystem.images import brought, padded
@@ -54,3 +60,44 @@ def test_blocks_of_images_in_rows_of_ones_own() -> None:
     expected = whole(**batch, use_cache=False).logits
     with seqpar.parallelize(whole, LocalComm()):
         assert torch.allclose(whole(**batch).logits, expected, atol=1e-4)
+
+
+def test_a_tower_without_a_function_for_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParallelVision, "_features", lambda self, kind: None)  # as of a model that has no such method
+    model = build(IMAGES["llava"], dtype=torch.float32).eval()
+    with_image = padded("llava", brought("llava", 1, torch.float32)[0])
+    text = {name: x[:1, :2] for name, x in with_image.items() if name != "pixel_values"}
+
+    def rank(comm: Comm, batches: list[dict[str, Any]], frozen: bool) -> float:
+        own = copy.deepcopy(model)
+        if frozen:
+            own.requires_grad_(False)
+            own.model.language_model.requires_grad_(True)
+        with seqpar.parallelize(own, comm):
+            return float(own(**batches[comm.rank]).loss)
+
+    with advised((NotImplementedError, ValueError), "bring {} on every rank, or freeze what is not the text model"):
+        run_threads(2, rank, [text, with_image], False)
+    expected = float(model(**with_image).loss)
+    assert run_threads(2, rank, [with_image, with_image], False) == pytest.approx([expected] * 2, rel=1e-4)
+    one, two = run_threads(2, rank, [text, with_image], True)
+    assert one == two and abs(one - expected) < abs(float(model(**text).loss) - expected)
+
+
+def test_ranks_freeze_alike_and_leave_gradients_out_alike() -> None:
+    model = build(IMAGES["llava"], dtype=torch.float32).eval()
+    with_image = padded("llava", brought("llava", 1, torch.float32)[0])
+    text = {name: x[:1, :2] for name, x in with_image.items() if name != "pixel_values"}
+
+    def rank(comm: Comm, frozen: int, without: int) -> float:
+        own = copy.deepcopy(model)
+        if comm.rank < frozen:
+            own.requires_grad_(False)
+            own.model.language_model.requires_grad_(True)
+        with seqpar.parallelize(own, comm), torch.set_grad_enabled(comm.rank >= without):
+            return float(own(**[text, with_image][comm.rank]).loss)
+
+    for differing in ((1, 0), (0, 1)):
+        with advised(ValueError, "freeze the same parameters on all ranks, and use torch.no_grad on all or none"):
+            run_threads(2, rank, *differing)
+    assert len({loss for alike in ((0, 0), (2, 0), (2, 2)) for loss in run_threads(2, rank, *alike)}) == 1

@@ -26,7 +26,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     shares out the batch, so that balance losses and the longest position are those of all ranks.
     """
     reasons = []
-    model = MODEL_MAPPING.get(type(config), None)
+    model = _class_of(config)
     if getattr(model, "_is_stateful", False) and not recurrent:
         reasons.append(STATE)
     served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
@@ -40,10 +40,18 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     return reasons
 
 
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The base model of a config; None if transformers has none, or does not export the one that it names."""
+    try:
+        return MODEL_MAPPING.get(type(config), None)  # type: ignore[no-any-return]
+    except ValueError:
+        return None
+
+
 def unserved_attention(config: PreTrainedConfig) -> list[str]:
     """Why a registered attention function cannot serve a config's model, although transformers accepts the name."""
     reasons = []
-    model = MODEL_MAPPING.get(type(config), None)
+    model = _class_of(config)
     if model is not None and not model._can_set_attn_implementation():
         reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):

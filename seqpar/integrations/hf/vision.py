@@ -42,7 +42,8 @@ from seqpar.integrations.hf.mask import Blocks, Rule, blocks_of, rule_of
 from seqpar.integrations.hf.model import DOCUMENTS, OF_LOSS, ROWS, ParallelTransformer
 from seqpar.plan import Plan
 
-# The inputs that the towers of each kind take; with others beside them, by the signature of get_*_features.
+# The inputs that the towers of each kind take, under these names in most models; with others beside them, by the
+# signature of get_*_features.
 MEDIA = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 # What the text model is given besides, with a value per token: offsets of positions, features between layers.
 GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visual_pos_masks", "per_layer_inputs"
@@ -286,21 +287,33 @@ class ParallelVision(ParallelTransformer):
 
     def _blank(self, what: str, own: Mapping[str, Any], error: Exception | None) -> list[Callable[[], Any]]:
         """Runs of towers on blank inputs, of each kind that another rank has and this one has not. A collective."""
-        sizes = {kind: own[name].numel() for kind, name in MEDIA.items() if isinstance(own.get(name), Tensor)}
+        media = {kind: self._media(kind, own) for kind in MEDIA}
+        sizes = {kind: x.numel() for kind, x in media.items() if x is not None}
         every = self.comm.gather(f"{what}: images", sizes, error)
         kinds = [kind for kind in MEDIA if 0 < sum(kind in each for each in every) < len(every)]
-        if not kinds or not self._towers_run():
+        if not kinds:
             return []
-        lend = {}
-        for kind in kinds:  # the smallest input is the cheapest
+        lend, unlike, runs = {}, None, self._towers_run()
+        for kind in kinds if runs else ():  # the smallest input is the cheapest
             lender = min((rank for rank, each in enumerate(every) if kind in each), key=lambda r: every[r][kind])
             if lender == self.comm.rank:
-                names = inspect.signature(self._features(kind)).parameters
-                lend[kind] = {n: _shape(own[n]) for n in names if isinstance(own.get(n), Tensor)}
-        lent = self.comm.gather(f"{what}: shapes of images", lend)
-        found = {kind: shapes for each in lent for kind, shapes in each.items() if kind not in sizes}
+                if self._features(kind) is None:
+                    unlike = NotImplementedError(
+                        f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run "
+                        f"its towers on a blank input; bring {kind} on every rank, or freeze what is not the text model"
+                    )
+                else:
+                    lend[kind] = self._lent(kind, own)
+        lent = self.comm.gather(f"{what}: shapes of images", (runs, lend), unlike)
+        training = [rank for rank, (runs, _) in enumerate(lent) if runs]
+        if 0 < len(training) < self.comm.size:
+            raise ValueError(
+                f"{what}: gradients of what is not the text model are wanted on ranks {training} alone; freeze the "
+                "same parameters on all ranks, and use torch.no_grad on all or none"
+            )
+        found = {kind: shapes for _, each in lent for kind, shapes in each.items() if kind not in sizes}
         return [
-            partial(self._features(kind), **{n: _like(x, self.model.device) for n, x in found[kind].items()})
+            partial(self._run_blank, kind, {n: _like(x, self.model.device) for n, x in found[kind].items()})
             for kind in MEDIA if kind in found
         ]  # fmt: skip
 
@@ -311,12 +324,35 @@ class ParallelVision(ParallelTransformer):
         trained = torch.is_grad_enabled() and any(p.requires_grad for m in apart for p in m.parameters(recurse=False))
         return trained or any(isinstance(m, FSDPModule) for m in apart)
 
-    def _features(self, kind: str) -> Callable[..., Any]:
-        """The function that makes features of a kind of inputs, up to what replaces embeddings of tokens."""
+    def _media(self, kind: str, own: Mapping[str, Any]) -> Tensor | None:
+        """The inputs of a kind: by `MEDIA`'s name, or by another that the model's function for their features takes."""
+        features = self._features(kind)
+        others = () if features is None else inspect.signature(features).parameters.keys() - MEDIA.values()
+        for name in (MEDIA[kind], *sorted(others)):
+            if isinstance(x := own.get(name), Tensor) and (name == MEDIA[kind] or x.is_floating_point()):
+                return x
+        return None
+
+    def _lent(self, kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What other ranks need of this one's inputs to run towers on blank ones, by names of `_features`."""
+        features = self._features(kind)
+        assert features is not None
+        named = inspect.signature(features).parameters
+        lent = {n: _shape(own[n]) for n in named if isinstance(own.get(n), Tensor)}
+        needed = {n: None for n, p in named.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+        return needed | lent  # an input that the forward hands on even if it was not given is None
+
+    def _run_blank(self, kind: str, given: dict[str, Any]) -> Any:
+        features = self._features(kind)
+        assert features is not None  # as on the rank that lent its shapes
+        return features(**given)
+
+    def _features(self, kind: str) -> Callable[..., Any] | None:
+        """The function that makes features of a kind of inputs, up to what replaces embeddings of tokens, or None."""
         name = f"get_{kind}_features"
-        owner = next(m for m in (self.model.base_model, self.model) if hasattr(m, name))
-        features: Callable[..., Any] = getattr(owner, name)
-        if self.model.config.model_type != "llama4":
+        owner = next((m for m in (self.model.base_model, self.model) if hasattr(m, name)), None)
+        features: Callable[..., Any] | None = getattr(owner, name, None)
+        if features is None or self.model.config.model_type != "llama4":
             return features
 
         def projected(pixel_values: Tensor) -> Any:  # which Llama 4 does outside of that function
@@ -377,8 +413,10 @@ def _shape(x: Tensor) -> Any:
     return (x.dtype, tuple(x.shape)) if large else x.detach().cpu()
 
 
-def _like(told: Any, device: torch.device) -> Tensor:
-    """The tensor that `_shape` tells of, or one like it of numbers that no norm divides by 0 for."""
+def _like(told: Any, device: torch.device) -> Tensor | None:
+    """The tensor that `_shape` tells of, or one like it of numbers that no norm divides by 0 for; None stays None."""
+    if told is None:
+        return None
     if isinstance(told, Tensor):
         return told.to(device)
     dtype, shape = told

@@ -180,6 +180,36 @@ def test_a_rank_without_images_takes_part_in_the_collectives_of_its_tower(how: s
         compare([Outcome(each.loss, {name: grad / 2 for name, grad in each.grads.items()})] * 2, one, torch.float32)
 
 
+def test_images_under_another_name_are_images() -> None:
+    """As of VideoLLaVA, whose towers a rank without images would otherwise not run."""
+    every = bring("llava", "one", 2, torch.float32)
+    model = build(EVERY["llava"], dtype=torch.float32)
+    seen: dict[int, list[str]] = {0: [], 1: []}
+
+    def rank(comm: Comm) -> Outcome:
+        own = copy.deepcopy(model)
+        features, forward = own.model.get_image_features, type(own).forward
+
+        def get_image_features(pixel_values: Any = None, pictures: Any = None, **more: Any) -> Any:
+            seen[comm.rank].append("pictures" if pixel_values is None else "pixel_values")
+            return features(pixel_values=pictures if pixel_values is None else pixel_values, **more)
+
+        class Renamed(type(own)):  # type: ignore[misc]
+            def forward(self, input_ids: Any = None, pictures: Any = None, **more: Any) -> Any:
+                return forward(self, input_ids=input_ids, pixel_values=pictures, **more)
+
+        own.model.get_image_features, own.__class__ = get_image_features, Renamed
+        batch = batch_of("llava", "right", every[comm.rank], own)
+        if "pixel_values" in batch:
+            batch["pictures"] = batch.pop("pixel_values")
+        with seqpar.parallelize(own, comm, plan=cut):
+            return outcome(own, own(**batch).loss)
+
+    found = run_threads(2, rank)
+    compare(found, outcome(model, one_process("llava", model, sum(every, []))), torch.float32)
+    assert seen == {0: ["pictures"], 1: ["pixel_values"]}
+
+
 def steps(kind: str, prepare: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
     """Gradients of a model that was changed before it became parallel, beside one process with the same change."""
     every = bring(kind, "one", 2, dtype)
