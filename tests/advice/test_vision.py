@@ -76,7 +76,9 @@ def test_a_tower_without_a_function_for_its_features(monkeypatch: pytest.MonkeyP
         with seqpar.parallelize(own, comm):
             return float(own(**batches[comm.rank]).loss)
 
-    with advised((NotImplementedError, ValueError), "bring {} on every rank, or freeze what is not the text model"):
+    with advised(
+        (NotImplementedError, ValueError), "bring {} on every rank, or freeze all parameters outside the text model"
+    ):
         run_threads(2, rank, [text, with_image], False)
     expected = float(model(**with_image).loss)
     assert run_threads(2, rank, [with_image, with_image], False) == pytest.approx([expected] * 2, rel=1e-4)

@@ -300,7 +300,7 @@ class ParallelVision(ParallelTransformer):
                 if self._features(kind) is None:
                     unlike = NotImplementedError(
                         f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run "
-                        f"its towers on a blank input; bring {kind} on every rank, or freeze what is not the text model"
+                        f"its towers on a blank input; bring {kind} on every rank, or freeze all parameters outside the text model"
                     )
                 else:
                     lend[kind] = self._lent(kind, own)
@@ -308,7 +308,7 @@ class ParallelVision(ParallelTransformer):
         training = [rank for rank, (runs, _) in enumerate(lent) if runs]
         if 0 < len(training) < self.comm.size:
             raise ValueError(
-                f"{what}: gradients of what is not the text model are wanted on ranks {training} alone; freeze the "
+                f"{what}: parameters outside the text model are trained on ranks {training} alone; freeze the "
                 "same parameters on all ranks, and use torch.no_grad on all or none"
             )
         found = {kind: shapes for _, each in lent for kind, shapes in each.items() if kind not in sizes}
