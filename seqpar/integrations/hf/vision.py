@@ -300,7 +300,8 @@ class ParallelVision(ParallelTransformer):
                 if self._features(kind) is None:
                     unlike = NotImplementedError(
                         f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run "
-                        f"its towers on a blank input; bring {kind} on every rank, or freeze all parameters outside the text model"
+                        f"its towers on a blank input; bring {kind} on every rank, or freeze all parameters outside "
+                        "the text model"
                     )
                 else:
                     lend[kind] = self._lent(kind, own)
