@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 M = TypeVar("M", bound=Callable[..., Any])
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 class ThreadEntry:
@@ -83,7 +83,7 @@ def uncompiled(function: M) -> M:
 
 def refuse_transforms(what: str) -> None:
     """Raise NotImplementedError inside a transform of `torch.func`, whose tensors have no memory to send."""
-    if _transforms_active() and not torch.compiler.is_compiling():
+    if transforms_active() and not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what} inside a transform of torch.func (grad, vjp, vmap, jvp, ...), for which it has no rule; "
             "call it outside, and differentiate with torch.autograd.grad"

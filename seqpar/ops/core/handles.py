@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.entry import transforms_active, uncompiled
 from seqpar.facts.value import Fact
 
 
@@ -172,6 +172,8 @@ def _tensor(carried: Carried) -> Tensor:
 
 
 def _element(number: int) -> Tensor:
+    if not (torch.is_inference_mode_enabled() or transforms_active()):  # saves the host microseconds
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
     # values bound during evaluation may be saved in training; a transform of torch.func is not to wrap the element
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         return torch.tensor(number, dtype=torch.int64, device="cpu")
