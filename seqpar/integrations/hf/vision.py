@@ -327,12 +327,14 @@ class ParallelVision(ParallelTransformer):
 
     def _media(self, kind: str, own: Mapping[str, Any]) -> Tensor | None:
         """The inputs of a kind: by `MEDIA`'s name, or by another that the model's function for their features takes."""
-        features = self._features(kind)
-        others = () if features is None else inspect.signature(features).parameters.keys() - MEDIA.values()
-        for name in (MEDIA[kind], *sorted(others)):
-            if isinstance(x := own.get(name), Tensor) and (name == MEDIA[kind] or x.is_floating_point()):
-                return x
-        return None
+        if isinstance(x := own.get(MEDIA[kind]), Tensor):
+            return x
+        floats = [n for n, x in own.items() if isinstance(x, Tensor) and x.is_floating_point()]
+        others, features = sorted({*floats} - {*MEDIA.values()}), self._features(kind)
+        if not others or features is None:
+            return None
+        taken = inspect.signature(features).parameters
+        return next((own[name] for name in others if name in taken), None)
 
     def _lent(self, kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
         """What other ranks need of this one's inputs to run towers on blank ones, by names of `_features`."""
