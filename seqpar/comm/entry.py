@@ -1,4 +1,4 @@
-"""Who may be inside a comm: one thread at a time, and no compiler.
+"""Who may be inside a comm: one thread at a time, no compiler, and no transform of torch.func.
 
 A second thread is refused, since other ranks might mix up the two calls: ranks match calls by order, and two threads
 have no common order. Threads may take turns, as autograd's backward threads do, and a call may make other calls.
