@@ -1,6 +1,6 @@
 """Compiles what `bench.gpu.run` launches, on a machine without that GPU, so that time on the GPU is spent on running.
 
-    TRITON_CACHE_DIR=/kept python -m bench.gpu.ahead       # checks, forward, backward and trees, for capability 9.0
+    TRITON_CACHE_DIR=/kept python -m bench.gpu.ahead       # all below but `tune`, for capability 9.0
     TRITON_CACHE_DIR=/kept python -m bench.gpu.ahead --slice tune --capability 100 --processors 148
     TRITON_CACHE_DIR=/kept make gpu                        # on the GPU machine, with the same Triton
 
@@ -22,9 +22,11 @@ from multiprocessing import get_context
 
 import torch
 
-from bench.gpu import binaries, correct, launches, speed, trees, tune
+from bench.gpu import binaries, correct, launches, recurrent, ring, speed, trees, tune
 from bench.gpu.calls import OfKernel, Problem, Setup
 from seqpar.kernels.dispatch import triton_installed
+from seqpar.kernels.recurrent import KERNELS
+from seqpar.kernels.recurrent.vendor.trial import fault
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure
 
@@ -52,10 +54,21 @@ class Absent:
         for each in (setup.small(1300), setup):
             OfKernel(self.kernel(), Problem(each, CPU)).step()
 
+    def ranks(self, layout: str, transport: str) -> None:
+        """Compile what ranks one after another launch."""
+        many = ring.virtual(layout, transport, 8, self.kernel(), Problem(ring.setup_of(False), CPU))
+        many.forward()
+        many.backward()
+
+    def recurrence(self, call: recurrent.Call) -> None:
+        """Compile what forward and backward of a recurrence launch, and the two short runs that are checked before."""
+        fault(KERNELS["triton"], call.spec(CPU))
+        call.run(KERNELS["triton"], CPU)()
+
     def candidate(self, candidate: tune.Candidate) -> None:
         """Compile a candidate, once as `tune` looks at its resources and once as it is launched."""
         case = binaries.Case(
-            candidate.direction, candidate.dim, candidate.dim, "bf16", self.capability, candidate.config
+            candidate.direction, candidate.dim, candidate.v_dim, "bf16", self.capability, candidate.config
         )
         row = binaries.compiled(case)
         self.stand_in()
@@ -86,10 +99,12 @@ def work(slices: list[str]) -> list[Work]:
     setups = [setup for setup, later in speed.setups(False) if not later] if "forward" in slices else []
     setups += trees.setups(False) if "trees" in slices else []
     found += [(str(setup), partial(Absent.call, setup=setup)) for setup in setups]
+    if "ring" in slices:
+        found += [(f"ring {way}", partial(Absent.ranks, layout="zigzag", transport=way)) for way in ("fetch", "ring")]
+    if "recurrent" in slices:
+        found += [(f"recurrent {c.name}", partial(Absent.recurrence, call=c)) for c in recurrent.calls(False)]
     if "tune" in slices:
-        found += [
-            (f"tune {c.direction} {c.dim}, {c}", partial(Absent.candidate, candidate=c)) for c in tune.candidates()
-        ]
+        found += [(f"tune {c.call}, {c}", partial(Absent.candidate, candidate=c)) for c in tune.candidates()]
     return found
 
 
@@ -109,20 +124,22 @@ def done(gpu: Absent, item: Work) -> tuple[bool, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a line for everything that was compiled. The exit code: 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    slices = ("correct", "forward", "trees", "tune")
+    slices = ("correct", "forward", "ring", "trees", "recurrent", "tune")
     parser.add_argument("--slice", action="append", choices=slices, help="forward is backward too")
     parser.add_argument("--capability", type=int, default=90, choices=sorted(binaries.SHARED))
     parser.add_argument(
         "--processors", type=int, default=132, help="of the GPU (default: %(default)s, an H100 or H200)"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--case", action="append", help="a part of the names of what to compile; several times")
     parser.add_argument("--most", type=int, help="only the first so many")
     args = parser.parse_args(arguments)
     if not triton_installed():
         parser.error("triton is not installed, which compiles the kernels")
     os.environ.pop("TRITON_INTERPRET", None)  # which compiles nothing
     gpu = Absent(args.capability, args.processors)
-    items, failed = work(args.slice or ["correct", "forward", "trees"])[: args.most], 0
+    items, failed = work(args.slice or list(slices[:-1])), 0
+    items = [item for item in items if any(part in item[0] for part in args.case or [""])][: args.most]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         for right, said in pool.map(partial(done, gpu), items):
             failed += not right

@@ -71,6 +71,13 @@ def ring(tiny: bool) -> list[Case]:
     return cases
 
 
+def setup_of(tiny: bool) -> Setup:
+    """The call whose rows the ranks share."""
+    made = {"heads": 4, "kv_heads": 2, "dim": 16, "v_dim": 16, "dtype": torch.float32} if tiny else \
+        {"heads": 32, "kv_heads": 8, "dim": 128, "v_dim": 128}  # fmt: skip
+    return Setup("causal", (64 if tiny else TOKENS,), **made)
+
+
 class Rank:
     """The tensors and steps of one rank. numbers: positions of its rows. k, v of a step: the keys that it receives.
 
@@ -181,10 +188,14 @@ class Whole:
         return None if best is None else (best, ready[best])
 
 
+def virtual(layout: str, transport: str, ranks: int, kernel: Kernel, problem: Problem) -> Virtual:
+    """All ranks of a layout and a transport."""
+    plan = seqpar.Plan(problem.made, LAYOUTS[layout](problem.setup.tokens, ranks), transport=transport)
+    return Virtual(plan, kernel, problem)
+
+
 def _tax(layout: str, transport: str, ranks: int, tiny: bool, machine: Machine) -> Iterator[Row]:
-    made = {"heads": 4, "kv_heads": 2, "dim": 16, "v_dim": 16, "dtype": torch.float32} if tiny else \
-        {"heads": 32, "kv_heads": 8, "dim": 128, "v_dim": 128}  # fmt: skip
-    setup = Setup("causal", (64 if tiny else TOKENS,), **made)
+    setup = setup_of(tiny)
     call = asked(setup, machine, grads=True, deterministic=True, merges=True)
     kernel = choose("auto", call)
     label = Label(kernel.name, "checked before a ring")
@@ -195,8 +206,7 @@ def _tax(layout: str, transport: str, ranks: int, tiny: bool, machine: Machine) 
     if setup not in machine.known:
         machine.known[setup] = Whole(machine, setup, kernel)
     whole = machine.known[setup]
-    plan = seqpar.Plan(whole.problem.made, LAYOUTS[layout](setup.tokens, ranks), transport=transport)
-    many = Virtual(plan, kernel, whole.problem)
+    many = virtual(layout, transport, ranks, kernel, whole.problem)
     found = errors(many.results(True), whole.expected)
     off = verdict(found, TOLERANCE[setup.dtype])
     if off:

@@ -24,25 +24,27 @@ from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure, ge
 
 DIRECTIONS = ("forward", "dq", "dkdv")
 LEAST_PAIRS = 64 * 64  # of a tile worth timing
+DIMS = ((128, 128), (64, 64), (192, 128), (256, 256))  # head dims of keys and values
 TOKENS = 16384
 SHIPPED = "shipped"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration of one direction for a head dim."""
+    """A configuration of one direction for head dims of keys and values."""
 
     direction: str
     dim: int
+    v_dim: int
     config: LaunchConfig
     tiny: bool
 
     def setup(self, tokens: int | None = None) -> Setup:
         """The call that a candidate is timed on."""
         if self.tiny:
-            return Setup("causal", (tokens or 64,), 2, 1, self.dim, self.dim, torch.float32)
-        heads = 2048 // self.dim
-        return Setup("causal", (tokens or TOKENS,), heads, heads, self.dim, self.dim)
+            return Setup("causal", (tokens or 64,), 2, 1, self.dim, self.v_dim, torch.float32)
+        heads = 2048 // self.v_dim
+        return Setup("causal", (tokens or TOKENS,), heads, heads, self.dim, self.v_dim)
 
     def configuration(self, d: Descriptor) -> LaunchConfig:
         """That of this candidate for its direction, else the shipped one."""
@@ -52,6 +54,11 @@ class Candidate:
         """The Triton kernel with this candidate for its direction."""
         return Triton(configure=self.configuration, variants=False)
 
+    @property
+    def call(self) -> str:
+        """The direction and head dims that it is for."""
+        return f"{self.direction} {self.dim if self.dim == self.v_dim else f'{self.dim}/{self.v_dim}'}"
+
     def __str__(self) -> str:
         c = self.config
         return f"{c.bm}x{c.bn} warps {c.warps} stages {c.stages}{' tma' if c.tma else ''}"
@@ -60,11 +67,11 @@ class Candidate:
 def tune(tiny: bool) -> list[Case]:
     """The cases: candidates with tiles of one shape are timed together, beside the shipped one."""
     if tiny:
-        pairs = [Candidate("forward", 16, LaunchConfig(bm, 32, 4, 1), True) for bm in (32, 64)]
+        pairs = [Candidate("forward", 16, 16, LaunchConfig(bm, 32, 4, 1), True) for bm in (32, 64)]
         return [Case("tune", "forward 16", partial(_tune, pairs))]
     groups: dict[str, list[Candidate]] = {}
     for c in candidates():
-        groups.setdefault(f"{c.direction} {c.dim}, {c.config.bm}x{c.config.bn}", []).append(c)
+        groups.setdefault(f"{c.call}, {c.config.bm}x{c.config.bn}", []).append(c)
     return [Case("tune", name, partial(_tune, group), later=True) for name, group in groups.items()]
 
 
@@ -72,8 +79,8 @@ def candidates() -> list[Candidate]:
     """All candidates of all directions and head dims, those with tiles of one shape together."""
     from bench.gpu.binaries import CANDIDATES
 
-    large = [c for c in CANDIDATES if c.bm * c.bn >= LEAST_PAIRS]
-    return [Candidate(direction, dim, c, False) for dim in (128, 64) for direction in DIRECTIONS for c in large]
+    large = [c for c in CANDIDATES if c.bm * c.bn >= LEAST_PAIRS and c.stages > 1]
+    return [Candidate(direction, *dims, c, False) for dims in DIMS for direction in DIRECTIONS for c in large]
 
 
 def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
@@ -94,7 +101,7 @@ def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
         if row.keys() & {"skipped", "error", "ok"}:
             yield about | row
             continue
-        used[str(candidate)] = about | {"dim": candidate.dim, "config": asdict(candidate.config)} | row
+        used[str(candidate)] = about | {"config": asdict(candidate.config)} | row
         contestant = OfKernel(candidate.kernel(), problem)
         runs[str(candidate)] = contestant.launches if back else contestant.forward
     times, missing = machine.times(runs)
@@ -133,7 +140,7 @@ def _binary(candidate: Candidate) -> Row:
 
     major, minor = torch.cuda.get_device_capability()
     made_for = generation(10 * major + minor)
-    case = binaries.Case(candidate.direction, candidate.dim, candidate.dim, "bf16", made_for, candidate.config)
+    case = binaries.Case(candidate.direction, candidate.dim, candidate.v_dim, "bf16", made_for, candidate.config)
     row = binaries.compiled(case)
     triton.runtime.driver.reset_active()  # back from the absent device to this one
     if "error" in row:
@@ -145,12 +152,12 @@ def _binary(candidate: Candidate) -> Row:
 
 
 def ranking(rows: list[Row], path: Path) -> Path | None:
-    """Write the candidates of each direction and head dim, best first by ratio to the shipped one."""
+    """Write the candidates of each direction and head dims, best first by ratio to the shipped one."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row["slice"] == "tune" and "ratio" in row and row["what"] != SHIPPED:
             kept = {name: row.get(name) for name in ("what", "ratio", "tflops", "ms", "config", "registers", "shared")}
-            found.setdefault(f"{row['mode']} {row['dim']}", []).append(kept)
+            found.setdefault(row["case"].split(",")[0], []).append(kept)
     if not found:
         return None
     best = {name: sorted(each, key=lambda row: -row["ratio"]) for name, each in found.items()}
