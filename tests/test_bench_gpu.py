@@ -491,9 +491,9 @@ def test_candidates_that_do_not_fit_are_left_out_by_their_binaries(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(binaries, "compiled", lambda case: asked.append(case) or binary)
     monkeypatch.setattr(triton.runtime.driver, "reset_active", lambda: None)
-    row = tune._binary(tune.Candidate("dq", 128, config, False))
+    row = tune._binary(tune.Candidate("dq", 192, 128, config, False))
     assert row.get("skipped") == found and {name: row[name] for name in binary} == binary
-    assert asked == [binaries.Case("dq", 128, 128, "bf16", 90, config)]
+    assert asked == [binaries.Case("dq", 192, 128, "bf16", 90, config)]
 
 
 # --- what others publish ----------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ checks have ``ok`` and errors, rows without a figure say why under ``skipped``, 
 rows are there for this device, versions, commit and sources is not measured again; one that the end of the time cut
 off, which its row says under ``cut``, is. Binaries that Triton has compiled are kept in $TRITON_CACHE_DIR.
 
-Times are of the device alone unless the slice is `auto` or `host`: it first waits for twice as long as the host needs
-to issue a run, which ``host_ms`` says. Exit code 1: a result was wrong.
+Times are of the device alone unless the slice is `auto`, `model` or `host`: it first waits for twice as long as the
+host needs to issue a run, which ``host_ms`` says. Exit code 1: a result was wrong.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ RESERVE = 15  # seconds before the end in which no case starts
 def slices() -> dict[str, Callable[[bool], list[Case]]]:
     """Slice -> its cases, in the order in which they run; imported late, as Triton reads its environment then."""
     from bench.gpu.correct import correct
+    from bench.gpu.model import model
     from bench.gpu.peer_comm import comm
     from bench.gpu.recurrent import recurrent
     from bench.gpu.ring import ring
@@ -60,8 +61,8 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
 
     return {
         "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring, "step": step,
-        "accumulate": accumulate, "auto": auto, "trees": trees, "recurrent": recurrent, "small": small, "comm": comm,
-        "host": host, "tune": tune,
+        "accumulate": accumulate, "auto": auto, "model": model, "trees": trees, "recurrent": recurrent, "small": small,
+        "comm": comm, "host": host, "tune": tune,
     }  # fmt: skip
 
 
