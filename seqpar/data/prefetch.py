@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from seqpar.facts.value import whole
 from seqpar.ops.attention.ahead import derive
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.planner import MicroBatch
+
+T = TypeVar("T")
 
 
 def prefetch(
@@ -37,7 +39,7 @@ def prefetch(
     Each step of the iterator is a collective of the calling thread, which reads batches, exchanges lengths and moves
     rows. The planning thread calls `plan`, and derives what first layers would, for calls of attention and of recurrent
     layers like those with earlier plans; it uses no comm and no process group. It ends with the iterator: at the last
-    batch, at an error, and on ``close``.
+    batch, at an error, and on ``close``. A loop that begins after that is another epoch over the same loader.
 
     Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
     of a replicated source must end together). The other arguments are those of `share`.
@@ -46,7 +48,13 @@ def prefetch(
     """
     depth = whole("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device, mtp_depth)
-    loader = Loader(batches)
+    return Epochs(lambda: _shares(Loader(batches), comm, how, depth, source, plan))
+
+
+def _shares(
+    loader: Loader, comm: Comm, how: Reading, depth: int, source: str, planner: Planner | None
+) -> Generator[Share, None, None]:
+    """The shares of one epoch."""
     with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
         ahead: deque[tuple[Known, Future[Any]] | Exception] = deque()
         going = True
@@ -62,7 +70,7 @@ def prefetch(
                 if known is None:
                     going = False
                 else:
-                    ahead.append((known, thread.submit(_chosen, known, comm, plan)))
+                    ahead.append((known, thread.submit(_chosen, known, comm, planner)))
             if ahead:
                 item = ahead.popleft()
                 if isinstance(item, Exception):
@@ -80,6 +88,30 @@ def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatc
             derive(part.plan, comm)
             derive_recurrent(part.plan, comm)
     return chosen
+
+
+class Epochs(Generic[T]):
+    """An iterator over an epoch; a loop that begins after its end, an error or ``close`` begins the next epoch."""
+
+    def __init__(self, start: Callable[[], Generator[T, None, None]]) -> None:
+        self._start, self._epoch, self._ended = start, start(), False
+
+    def __iter__(self) -> Epochs[T]:
+        if self._ended:
+            self._epoch, self._ended = self._start(), False
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return next(self._epoch)
+        except BaseException:
+            self._ended = True
+            raise
+
+    def close(self) -> None:
+        """End the epoch, and the thread that plans for it."""
+        self._epoch.close()
+        self._ended = True
 
 
 class Loader:

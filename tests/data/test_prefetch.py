@@ -149,6 +149,45 @@ def test_an_iterator_that_is_closed_leaves_no_thread() -> None:
     assert threads() == []
 
 
+def test_a_loop_after_the_end_is_another_epoch() -> None:
+    def call(comm: Comm) -> list[Any]:
+        shares = prefetch(loader(comm, 3), comm, plan=ring)
+        first = next(iter(shares))  # a loop that begins in an epoch goes on with it
+        epochs = [[told(first), *(told(s) for s in shares)], [told(s) for s in shares]]
+        assert next(shares, None) is None  # no loop begins
+        next(iter(shares))
+        shares.close()  # type: ignore[attr-defined]
+        return [*epochs, [told(s) for s in shares]]
+
+    for one, *others in run_threads(2, call):
+        assert len(one) == 3 and others == [one, one]
+    assert threads() == []
+
+
+def test_a_loop_after_an_error_is_another_epoch() -> None:
+    def call(comm: Comm) -> list[int]:
+        seen: list[int] = []
+        for _ in range(2):
+            with pytest.raises((ZeroDivisionError, ValueError)):
+                for share in shares_of(comm):
+                    seen.append(len(share.positions))
+        return seen
+
+    def shares_of(comm: Comm) -> Any:
+        return kept.setdefault(comm.rank, prefetch(Failing(), comm, plan=ring))
+
+    kept: dict[int, Any] = {}
+    assert [sum(rows) for rows in zip(*run_threads(2, call))] == [6, 6]  # in each epoch
+
+
+class Failing:
+    """A loader whose second batch fails."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"input_ids": torch.arange(1, 4)[None]}
+        raise ZeroDivisionError
+
+
 def test_a_depth_that_differs_is_named() -> None:
     def rank(comm: Comm) -> str:
         with pytest.raises(ValueError) as error:

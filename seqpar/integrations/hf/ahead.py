@@ -7,7 +7,7 @@ the calling thread, between two forwards, so collectives are the same on every r
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -81,10 +81,10 @@ class Plans:
 
 
 def ahead(
-    batches: Iterable[Any], comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]],
+    loader: Loader, comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]],
     derive: Callable[[Plan], None], *, depth: int, replicated: bool,
-) -> Iterator[Any]:  # fmt: skip
-    """The batches in order; while one is computed, the next `depth` are planned. A collective.
+) -> Generator[Any, None, None]:  # fmt: skip
+    """The batches of one epoch in order; while one is computed, the next `depth` are planned. A collective.
 
     bring: a batch of the loader -> the batch to yield, and the lengths of its documents. derive: is called in the
     thread with each plan, to derive what the first layer needs. replicated: all ranks have the same batches.
@@ -92,7 +92,6 @@ def ahead(
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
     all ranks if some loaders have ended and others have not.
     """
-    loader = Loader(batches)
     queue: deque[Any] = deque()
     going = True
     with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:

@@ -28,6 +28,7 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.data import Share, back
 from seqpar.data.batch import FACTS, Reading, read
 from seqpar.data.host import moved, read_entries
+from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
@@ -209,7 +210,8 @@ class ParallelTransformer(ParallelModel):
 
         Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
         batch; the planning thread uses no comm. A batch that is changed on its way to the model is planned when it
-        arrives. The thread ends with the iterator: at the last batch, at an error, and on ``close``.
+        arrives. The thread ends with the iterator: at the last batch, at an error, and on ``close``. A loop that begins
+        after that is another epoch over the same loader.
 
         Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
         ValueError on all ranks if some loaders have ended and others have not.
@@ -223,7 +225,11 @@ class ParallelTransformer(ParallelModel):
             return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
         depth, replicated = whole("depth", depth, 1), self.source == "replicated"
-        return ahead(batches, self.comm, self._plans, bring, self._derive, depth=depth, replicated=replicated)
+        return Epochs(
+            lambda: ahead(
+                Loader(batches), self.comm, self._plans, bring, self._derive, depth=depth, replicated=replicated
+            )
+        )
 
     def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a loader's batch that tell its documents."""

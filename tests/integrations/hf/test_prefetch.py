@@ -64,6 +64,19 @@ def test_plans_made_ahead_are_those_made_at_once(depth: int) -> None:
         assert planned == [(True, digest) for _, digest in expected]
 
 
+def test_a_loop_after_the_end_is_another_epoch() -> None:
+    model = build("llama")
+
+    def rank(comm: Comm) -> list[list[float]]:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm) as handle:
+            batches = handle.prefetch(list(loader(comm.rank, 2)))
+            return [[float(own(**batch).loss.detach()) for batch in batches] for _ in range(2)]
+
+    for first, second in run_threads(2, rank):
+        assert len(first) == 2 and first == second
+
+
 def test_a_batch_that_is_changed_is_planned_when_it_comes() -> None:
     model = build("llama")
 
