@@ -43,6 +43,7 @@ from bench.gpu.graphs import two_plans
 from bench.gpu.machine import DeviceLost, Machine, unable
 from bench.gpu.rivals import PEERS
 from bench.gpu.rows import Case, Row
+from bench.gpu.verbs import verbs
 from seqpar.facts.value import Ints
 from seqpar.kernels import CallSpec, Grads, Kernel, Operands, Score, Sums, acc_dtype, call_spec
 from seqpar.kernels.blockwise import Blockwise
@@ -172,6 +173,7 @@ def correct(tiny: bool) -> list[Case]:
     cases = [Case("correct", "not on this machine", _missing)]
     cases += [Case("correct", name, partial(_checked, checks)) for name, checks in groups(tiny).items()]
     cases.append(Case("correct", "attention on ranks as threads", partial(_verb, tiny)))
+    cases.append(Case("correct", "other verbs on ranks as threads", verbs))
     made = {"heads": 2, "kv_heads": 1, "dim": 64, "v_dim": 64, "dtype": torch.float32 if tiny else torch.bfloat16}
     setup = Setup("causal", (64 if tiny else 2048,), **made)
     cases.append(Case("correct", "two plans under reduce-overhead", partial(two_plans, setup)))
