@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,15 @@ class Carried:
 
     def __getattr__(self, name):
         return getattr(self._comm, name)
+
+    def __copy__(self):
+        return self if copy.copy(self._comm) is self._comm else None
+
+    def __deepcopy__(self, memo):
+        return self if copy.deepcopy(self._comm, memo) is self._comm else None
+
+    def __reduce__(self):
+        return self._comm.__reduce__()
 
     def sub(self, ranks):
         return Carried(self._comm.sub(ranks), self._device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from seqpar.testing import run_threads
-from tests.integrations.hf.models import CASES, PLANS, batches, build, check, on_ranks, one_process
+from tests.integrations.hf.models import CASES, PLANS, batches, beyond, build, check, on_ranks, one_process
 
 KINDS = ["left", "right", "packed", "cu", "long", "mixed"]
 # Every pair of a batch and a plan with some number of ranks; each model takes a part of them, and all take every plan.
@@ -30,18 +32,28 @@ def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_a_model_on_ranks_of_a_gpu(name: str) -> None:
-    """In float32, whose sums a GPU orders otherwise."""
     on_gpu(name, "cuda")
 
 
-def test_a_model_on_ranks_of_a_gpu_is_rehearsed() -> None:
-    on_gpu("llama", "cpu")
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_a_model_on_ranks_of_a_gpu_is_rehearsed(name: str) -> None:
+    on_gpu(name, "cpu")
 
 
 def on_gpu(name: str, device: str) -> None:
-    """Heads of 64, which Triton's kernels take as they are."""
+    """Heads of 64, which Triton's kernels take as they are, in float32, whose sums a GPU orders otherwise.
+
+    Ranks differ from one process by at most twice what one process loses to float64.
+    """
     model = build(name, hidden_size=256, head_dim=64).to(device)
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")  # grouped products have no float64
+    if name == "llama":
+        wide.set_attn_implementation("sdpa")  # its own softmax is in float32
     for kind, plan, ranks in (("left", "ring", 3), ("mixed", "ulysses", 2), ("right", "planner", 2)):
         every = [{key: x.to(device) for key, x in batch.items()} for batch in batches(kind, ranks)]
         found = run_threads(ranks, on_ranks, model, every, {"plan": PLANS[plan]}, timeout=300.0)  # kernels compile
-        check(found, one_process(model, every, True), every, tolerance=1e-4)
+        one = one_process(model, every, True)
+        lost, _ = beyond(one.grads, one_process(wide, every, True).grads)
+        assert lost < 1e-3
+        check(found, one, every, tolerance=max(1e-5, 2 * lost))
