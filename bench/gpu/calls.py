@@ -336,7 +336,7 @@ def field(machine: Machine, setup: Setup, *, backward: bool) -> tuple[dict[Label
         for deterministic in (True, False) if backward else (True,):
             call = asked(setup, machine, grads=backward, deterministic=deterministic)
             label = Label(name, FORWARD if not backward else DETERMINISTIC if deterministic else BACKWARD)
-            reason = kernel.refuses(call)
+            reason = kernel.refuses(call) or (kernel.varies(call) if isinstance(kernel, Segmented) else None)
             if reason:
                 refused[label] = reason
             elif deterministic or library:

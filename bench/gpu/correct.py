@@ -251,7 +251,7 @@ def _flash_errors(check: Check, tensors: list[Tensor], expected: Tensors) -> dic
 
 
 def _kernel(check: Check, tensors: list[Tensor]) -> tuple[Kernel, CallSpec]:
-    """The kernel as the package takes it, deterministic if it can be."""
+    """The kernel as the package takes it, deterministic if it can be by itself."""
     kernel = kernels()[check.kernel]
     reason = None
     for deterministic in (True, False):
@@ -259,7 +259,7 @@ def _kernel(check: Check, tensors: list[Tensor]) -> tuple[Kernel, CallSpec]:
         merges = check.splits > 1 or check.sinks or len(mask.bands) > 1
         call = call_spec(*tensors[:3], score, grads=True, deterministic=deterministic, merges=merges)
         call = replace(call, until=mask.has_until)
-        reason = kernel.refuses(call)
+        reason = kernel.refuses(call) or (kernel.varies(call) if isinstance(kernel, Segmented) else None)
         if reason is None:
             return (kernel.specialised_for(call) if isinstance(kernel, Segmented) else kernel), call
     raise NotImplementedError(reason)

@@ -43,6 +43,7 @@ from seqpar.kernels.memory.copy import Pair, add
 from seqpar.plan import TRANSPORTS, Step
 
 TOKENS = 65536
+STAGE, LARGE_STAGE = 64 << 20, 256 << 20  # bytes of a fetched stage: as plans have them by default, and more
 LAYOUTS: dict[str, Callable[[int, int], seqpar.Layout]] = {
     "zigzag": lambda tokens, ranks: seqpar.Layout.zigzag([tokens], ranks),
     "contiguous": seqpar.Layout.contiguous,
@@ -53,8 +54,9 @@ LAYOUTS: dict[str, Callable[[int, int], seqpar.Layout]] = {
 def ring(tiny: bool) -> list[Case]:
     """The cases: numbers of ranks, layouts and transports. The headline figure comes first."""
     if tiny:
-        return [Case("ring", "zigzag, fetch, 2 ranks", partial(_tax, "zigzag", "fetch", 2, True))]
-    cases = []
+        return [Case("ring", "zigzag, fetch, 2 ranks", partial(_tax, "zigzag", "fetch", 2, STAGE, True))]
+    large = partial(_tax, "zigzag", "fetch", 8, LARGE_STAGE, False)
+    cases = [Case("ring", f"zigzag, fetch, 8 ranks, stages of {LARGE_STAGE >> 20} MiB", large)]
     for ranks in (8, 2, 4, 16):
         for layout in LAYOUTS:
             for transport in ("fetch", "ring", "double_ring", "gather"):
@@ -63,7 +65,7 @@ def ring(tiny: bool) -> list[Case]:
                     Case(
                         "ring",
                         f"{layout}, {transport}, {ranks} ranks",
-                        partial(_tax, layout, transport, ranks, False),
+                        partial(_tax, layout, transport, ranks, STAGE, False),
                         later,
                     )
                 )
@@ -188,13 +190,16 @@ class Whole:
         return None if best is None else (best, ready[best])
 
 
-def virtual(layout: str, transport: str, ranks: int, kernel: Kernel, problem: Problem) -> Virtual:
+def virtual(
+    layout: str, transport: str, ranks: int, kernel: Kernel, problem: Problem, stage_bytes: int = STAGE
+) -> Virtual:
     """All ranks of a layout and a transport."""
-    plan = seqpar.Plan(problem.made, LAYOUTS[layout](problem.setup.tokens, ranks), transport=transport)
+    layout_of_all = LAYOUTS[layout](problem.setup.tokens, ranks)
+    plan = seqpar.Plan(problem.made, layout_of_all, transport=transport, stage_bytes=stage_bytes)
     return Virtual(plan, kernel, problem)
 
 
-def _tax(layout: str, transport: str, ranks: int, tiny: bool, machine: Machine) -> Iterator[Row]:
+def _tax(layout: str, transport: str, ranks: int, stage_bytes: int, tiny: bool, machine: Machine) -> Iterator[Row]:
     setup = setup_of(tiny)
     call = asked(setup, machine, grads=True, deterministic=True, merges=True)
     kernel = choose("auto", call)
@@ -206,7 +211,7 @@ def _tax(layout: str, transport: str, ranks: int, tiny: bool, machine: Machine) 
     if setup not in machine.known:
         machine.known[setup] = Whole(machine, setup, kernel)
     whole = machine.known[setup]
-    many = virtual(layout, transport, ranks, kernel, whole.problem)
+    many = virtual(layout, transport, ranks, kernel, whole.problem, stage_bytes)
     found = errors(many.results(True), whole.expected)
     off = verdict(found, TOLERANCE[setup.dtype])
     if off:

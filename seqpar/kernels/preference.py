@@ -18,10 +18,11 @@ KERNELS: tuple[Kernel, ...] = (Native(), Segmented(Aten()), Triton(), Triton(tf3
 VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFlash, CuDNN, Flash2, Flash3, Flash4))
 
 # Best first. The order on Hopper is that of an H200 (`bench/results/gpu.jsonl`: bf16, 16k tokens, causal, head dims 64
-# and 128, torch 2.11, Triton 3.6), in TFLOP/s: 464 and 631 forward, 405 and 513 backward (cudnn); 354 and 516, 238 and
-# 324 (triton); 297 and 327, 262 and 288 (aten_flash, which is FlashAttention-2). Triton's order of sums is fixed, that
-# of the two others is not. flash3 was not installed; it is published with 497 and 648 forward on an H100 (Shah et al.
-# 2024, FlashAttention-3, figure 5). For other devices nothing comparable is published or measured: Triton is first.
+# and 128, torch 2.11, Triton 3.6), in TFLOP/s: 463 and 623 forward, 407 and 506 backward (cudnn); 438 and 518, 300 and
+# 393 (triton); 296 and 324, 263 and 288 (aten_flash, which is FlashAttention-2). Triton's order of sums is fixed, that
+# of the two others is not, so Triton computes backward for them where bits must not vary. flash3 was not installed; it
+# is published with 497 and 648 forward on an H100 (Shah et al. 2024, FlashAttention-3, figure 5). For other devices
+# nothing comparable is published or measured: Triton is first.
 ON_HOPPER = ("flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4")
 ON_CUDA = ("triton", "flash4", "flash3", "cudnn", "flash2", "aten_flash")
 ON_CPU = ("native", "aten")  # Triton runs on the CPU too, through its interpreter, if asked for by name
@@ -62,7 +63,8 @@ def explain(call: CallSpec) -> str:
     names = [n for n in order(call) if n in known]
     lines, chosen = [], False
     for name in (*names, *(n for n in known if n not in names)):
-        refused, loss = known[name].refuses(call), known[name].accuracy_loss(call)
+        kernel = known[name]
+        refused, loss = kernel.refuses(call), kernel.accuracy_loss(call)
         if refused:
             told = f"no: {refused}"
         elif loss and not call.fast:
@@ -71,6 +73,8 @@ def explain(call: CallSpec) -> str:
             first = name in names and not chosen
             chosen = chosen or first
             told = ("chosen by auto" if first else "yes") + (f": {loss}" if loss else "")
+            if isinstance(kernel, Segmented) and (varies := kernel.varies(call)):
+                told += f"; gradients are triton's, as {varies}"
         lines.append(f"{name:<12}{told}")
     return "\n".join(lines)
 

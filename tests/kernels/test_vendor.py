@@ -828,9 +828,6 @@ FREE = replace(HOPPER, deterministic=False)
         *((made.name, replace(FREE, dim=60, v_dim=60), "multiples of 8") for made in LIBRARIES),
         *((made.name, replace(FREE, dim=264, v_dim=264), "264") for made in LIBRARIES),
         *((made.name, replace(FREE, capability=75), "7.5") for made in LIBRARIES),
-        ("aten_flash", HOPPER, "only for a whole process"),
-        ("cudnn", HOPPER, "no deterministic backward"),
-        ("flash3", replace(HOPPER, dim=256, v_dim=256), "deterministic backward for head dims up to 192"),
         ("flash2", replace(HOPPER, v_dim=64), "values as wide as keys"),
         ("aten_flash", replace(FREE, v_dim=64), "values as wide as keys"),
         ("flash3", replace(FREE, v_dim=64), "192 with values of 128"),
@@ -843,6 +840,35 @@ FREE = replace(HOPPER, deterministic=False)
 def test_a_call_that_cannot_be_done_is_refused_with_the_reason(name, spec, reason, all_here) -> None:
     with pytest.raises(NotImplementedError, match=f"{name}.*{reason}"):
         choose(name, spec)
+
+
+VARY = [
+    ("aten_flash", HOPPER, "only for a whole process"),
+    ("cudnn", HOPPER, "no deterministic backward"),
+    ("flash3", replace(HOPPER, dim=256, v_dim=256), "deterministic backward for head dims up to 192"),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "reason"), VARY)
+def test_triton_computes_gradients_that_a_library_would_vary(name, spec, reason, all_here, monkeypatch) -> None:
+    kernel = choose(name, spec)
+    assert kernel.borrows and isinstance(kernel.rest, Triton)
+    several = replace(spec, merges=True)
+    assert "gradients" not in choose(name, several).accuracy_loss(several)
+    for other in (replace(spec, deterministic=False), replace(spec, grads=False)):
+        assert not choose(name, other).borrows
+    monkeypatch.setattr(Triton, "refuses", lambda self, spec: "triton is not installed")
+    with pytest.raises(NotImplementedError, match=f"{name}.*{reason}.*, and triton is not installed"):
+        choose(name, spec)
+
+
+@pytest.mark.parametrize("case", [BASE, Case("packed", splits=2), Case("causal", with_lse=True)], ids=named)
+def test_forward_of_a_library_and_backward_of_the_position_kernel_equal_the_oracle(case) -> None:
+    class Forward(Flash):
+        differentiate = None  # type: ignore[assignment]
+
+    equals_oracle(Segmented(Forward(), borrows=True), case)
+    assert Segmented(Forward()).tables(HOPPER, None) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -940,7 +966,7 @@ def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     monkeypatch.setattr(library, "installed", lambda package: None)
     steady = {"one_length": True}
     assert choose("auto", replace(FREE, **steady)).name == "cudnn"
-    assert choose("auto", replace(HOPPER, **steady)).name == "triton", "its backward is not deterministic"
+    assert choose("auto", replace(HOPPER, **steady)).name == "cudnn", "with Triton's backward, which is deterministic"
     assert choose("auto", replace(HOPPER, grads=False, **steady)).name == "cudnn"
     assert choose("auto", FREE).name == "triton", "every new length would take cuDNN a plan"
     assert choose("auto", replace(HOPPER, grads=False)).name == "triton"
@@ -968,7 +994,7 @@ def test_explain_has_a_line_for_every_kernel(all_here) -> None:
     lines = dict(line.split(maxsplit=1) for line in explain(HOPPER).splitlines())
     assert set(lines) == {k.name for k in (*preference.KERNELS, *VENDORS)}
     assert lines["flash3"] == "chosen by auto" and lines["triton"] == "yes"
-    assert lines["cudnn"].startswith("no: cudnn has no deterministic backward")
+    assert lines["cudnn"] == "yes; gradients are triton's, as cudnn has no deterministic backward"
     lines = dict(line.split(maxsplit=1) for line in explain(replace(HOPPER, merges=True)).splitlines())
     told = 'by name, or with accuracy="fast": flash3 rounds'
     assert lines["flash3"].startswith(told) and lines["triton"] == "chosen by auto"

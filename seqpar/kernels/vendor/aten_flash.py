@@ -31,12 +31,14 @@ class AtenFlash(Library):
         """Why the call is refused, or None."""
         if spec.dim != spec.v_dim or spec.dim > 256:
             return f"aten_flash needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
-        if spec.grads and spec.deterministic:
-            return "aten_flash has no deterministic backward for one call, only for a whole process"
         consumer = 86 <= spec.capability <= 89 or spec.capability >= 120
         if spec.grads and consumer and 192 < spec.dim <= 224:
             return f"aten_flash has no backward for head dim {spec.dim} on capability {spec.capability / 10}"
         return refuses_on_cuda(self, spec)
+
+    def varies(self, spec: CallSpec) -> str | None:
+        """See `Library`."""
+        return "aten_flash has no deterministic backward for one call, only for a whole process"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""

@@ -42,9 +42,11 @@ class CuDNN(Library):
         """Why the call is refused, or None."""
         if max(spec.dim, spec.v_dim) > 128:
             return f"cudnn has head dims up to 128, got {spec.dim} and {spec.v_dim}"
-        if spec.grads and spec.deterministic:
-            return "cudnn has no deterministic backward"
         return refuses_on_cuda(self, spec, least=90, most=109)
+
+    def varies(self, spec: CallSpec) -> str | None:
+        """See `Library`."""
+        return "cudnn has no deterministic backward"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""

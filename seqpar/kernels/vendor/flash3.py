@@ -40,9 +40,12 @@ class Flash3(Library):
         fits = spec.dim == spec.v_dim <= 256 or (128 < spec.dim <= 192 and 96 < spec.v_dim <= 128)
         if not fits:
             return f"flash3 has head dims up to 256, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
-        if spec.grads and spec.deterministic and spec.dim > 192:
-            return f"flash3 has a deterministic backward for head dims up to 192, got {spec.dim}"
         return refuses_on_cuda(self, spec, least=90, most=90)
+
+    def varies(self, spec: CallSpec) -> str | None:
+        """See `Library`."""
+        limit = 192
+        return None if spec.dim <= limit else f"flash3 has a deterministic backward for head dims up to {limit}"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`. num_splits 1: another kernel would have to merge the splits."""

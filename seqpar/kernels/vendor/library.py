@@ -65,6 +65,10 @@ class Library(ABC):
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
 
+    def varies(self, spec: CallSpec) -> str | None:
+        """Why its backward of the call has other bits every time; None if it can have the same."""
+        return None
+
     def accepts(self, *tensors: Tensor) -> bool:
         """Whether it can compute a call with these values. Only a CPU library may look at them."""
         return True

@@ -9,6 +9,8 @@ accumulation dtype, and a library that rounds its results has rounded each part,
 (`Library.attend_unrounded`). `accuracy_loss` says so for calls of several steps. Any other call is exact: libraries of
 squares leave its causal rectangles to the position kernel.
 
+Where gradients must have the same bits every time and the library's would not, Triton's kernel computes them all.
+
 Where keys end, as in trees, a row has a segment on each ancestor: calls of several levels, whose parts are merged. So
 `accuracy_loss` says so of every call with such keys.
 
@@ -18,11 +20,14 @@ the CPU such inputs go to the position kernel.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from seqpar.kernels.blockwise import Blockwise
-from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, StepFacts, Sums
 from seqpar.kernels.softmax import merge_
 from seqpar.kernels.vendor.library import Library, Results
 from seqpar.kernels.vendor.varlen import VarlenCall, VarlenCalls, calls_of
@@ -34,15 +39,17 @@ class Segmented(Kernel):
     """See `seqpar.kernels.protocol.Kernel`.
 
     deterministic: as in `CallSpec`. merges: parts of results may be rounded and merged. rest: the position kernel.
+    borrows: its backward is that of rest.
     """
 
     def __init__(
-        self, library: Library, *, rest: Kernel | None = None, deterministic: bool = True, merges: bool = True
-    ) -> None:
+        self, library: Library, *, rest: Kernel | None = None, deterministic: bool = True, merges: bool = True,
+        borrows: bool = False,
+    ) -> None:  # fmt: skip
         self.name = library.name
         self.library = library
         self.rest = Blockwise() if rest is None else rest
-        self.deterministic, self.merges = deterministic, merges
+        self.deterministic, self.merges, self.borrows = deterministic, merges, borrows
 
     def specialised_for(self, spec: CallSpec) -> Segmented:
         """This kernel for one call: on CUDA it depends on the `CallSpec`."""
@@ -52,8 +59,8 @@ class Segmented(Kernel):
 
         triton = Triton()
         rest = triton if triton.refuses(spec) is None else Blockwise()
-        merges = spec.merges or spec.until
-        return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=merges)
+        merges, borrows = spec.merges or spec.until, self.varies(spec) is not None
+        return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=merges, borrows=borrows)
 
     def missing(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -61,15 +68,30 @@ class Segmented(Kernel):
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
-        return self.library.refuses(spec)
+        refused, varies = self.library.refuses(spec), self.varies(spec)
+        if refused or varies is None:
+            return refused
+        from seqpar.kernels.triton import Triton
+
+        other = Triton().refuses(spec)
+        return f"{varies}, and {other}" if other else None
+
+    def varies(self, spec: CallSpec) -> str | None:
+        """Why the library's gradients would not have the same bits every time, where they must; else None."""
+        return self.library.varies(spec) if spec.grads and spec.deterministic else None
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
         """The rounding of partial results, where a row has several; else None."""
         if not (self.library.rounds and (spec.merges or spec.until)):
             return None
         dtype = str(spec.dtype).removeprefix("torch.")
-        gradients = ", and each step's gradients before they are added" if spec.grads else ""
+        own = spec.grads and self.varies(spec) is None
+        gradients = ", and each step's gradients before they are added" if own else ""
         return f"{self.name} rounds each step's result to {dtype} before they are merged{gradients}"
+
+    def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:
+        """What the position kernel's backward looks up, if it computes the backward; see the protocol."""
+        return self.rest.tables(spec, facts) if self.borrows else {}
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
@@ -126,7 +148,7 @@ class Segmented(Kernel):
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""
         out = grads.out
-        able = out is not None or self.library.from_delta
+        able = not self.borrows and (out is not None or self.library.from_delta)
         calls = self._calls(x, grads.dout, x.q, x.k, x.v, *(() if out is None else (out,))) if able else None
         if calls is None or (calls.keys_again and self.library.rounds and not self.merges):
             self.rest.backward(x, grads)
