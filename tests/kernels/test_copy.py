@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import native
+from seqpar.comm import Comm
 from seqpar.kernels.memory import copy as copies
 from seqpar.kernels.memory.copy import Pair, copy
+from seqpar.testing import run_threads
 from tests.cases import examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
@@ -204,3 +209,19 @@ def test_pairs_whose_order_is_reversed_are_copied_one_by_one() -> None:
     copy([Pair(y[n : n + 1], x[5 - n : 6 - n]) for n in range(6)])
     patch.undo()
     assert y.equal(x.flip(0))
+
+
+def test_ranks_that_are_threads_register_the_operator_once(monkeypatch) -> None:
+    started, names = threading.Barrier(4, timeout=60), []
+
+    def register(name: str, fake: object) -> None:
+        time.sleep(0.05)  # others come meanwhile
+        names.append(name)
+
+    def rank(comm: Comm) -> bool:
+        started.wait()
+        return copies._known_to_fake_tensors()
+
+    monkeypatch.setattr(copies, "_registered", [])
+    monkeypatch.setattr(torch.library, "register_fake", register)
+    assert run_threads(4, rank) == [True] * 4 and names == ["seqpar_native::copy_"]

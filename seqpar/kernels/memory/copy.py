@@ -7,8 +7,8 @@ peers, which a permutation of dims describes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ _TRITON_DTYPES = {
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 }  # fmt: skip
+_registering, _registered = threading.Lock(), list[bool]()  # torch refuses what two ranks' threads register at a time
 
 
 class Pair(NamedTuple):
@@ -143,10 +144,13 @@ def _compiled(pairs: Sequence[Pair]) -> bool:
     return all(pair.dst.dim() <= native.DIMS for pair in pairs) and _known_to_fake_tensors()
 
 
-@cache
 def _known_to_fake_tensors() -> bool:
-    """Always true: registers, once, that the operator returns no tensor."""
-    torch.library.register_fake("seqpar_native::copy_", lambda dst, src, dst_rows, src_rows: None)
+    """Always true: registers, once in all threads, that the operator returns no tensor."""
+    if not _registered:
+        with _registering:
+            if not _registered:
+                torch.library.register_fake("seqpar_native::copy_", lambda dst, src, dst_rows, src_rows: None)
+                _registered.append(True)
     return True
 
 
