@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from bench.cpu import architectures_page
 from seqpar import Layout, Mask, Plan
 from seqpar.comm.arguments import PATIENCE
+from seqpar.kernels.triton.config import Descriptor, configure
 from tests.advice.remedies import PACKAGE, messages
 
 ROOT = Path(__file__).parent.parent
@@ -214,23 +216,42 @@ def figures_of_a_gpu() -> Iterator[tuple[str, list[str]]]:
     yield "every kernel that runs", [str(sum(judged)), str(len(judged) - sum(judged)), f"{1.05 * max(beside):.2f}"]
     alone = [row for row in found if row["slice"] in ("forward", "backward") and row.get("tflops")]
     rates = {(row["case"], row["kernel"], row["mode"]): row["tflops"] for row in alone}
-    case, fixed = "causal 16384, 16 heads of 128, bf16", "backward, deterministic"
-    (tuned,) = [
-        row["tflops"] for row in found if row["slice"] == "tune" and row["what"] == "128x128 warps 8 stages 3 tma"
-    ]
-    flash = [rates[case, "aten_flash", "forward"], rates[case, "aten_flash", "backward"]]
-    triton = [tuned, *[rates[case, "triton", fixed]] * 2]
-    cudnn = [rates[case, "cudnn", mode] for mode in ("forward", "backward")]
-    launch = [*triton, *cudnn, *flash, rates[case, "sdpa_flash", fixed]]
-    yield "one launch, causal", [f"{rate:.0f}" for rate in launch]
+    fixed = "backward, deterministic"
+    for begins, case in (
+        ("one launch, causal", "causal 16384, 16 heads of 128, bf16"),
+        ("the same with 32 heads", "causal 16384, 32 heads of 64, bf16"),
+    ):
+        launch = [rates[case, "triton", "forward"], *[rates[case, "triton", fixed]] * 2]
+        launch += [rates[case, kernel, mode] for kernel in ("cudnn", "aten_flash") for mode in ("forward", "backward")]
+        yield begins, [f"{rate:.0f}" for rate in (*launch, rates[case, "sdpa_flash", fixed])]
     case = "magi 32768, 16 heads of 128, bf16"
     modes = {"triton": fixed, "cudnn": "backward", "aten_flash": "backward"}
-    yield "the same on 32,768", [f"{rates[case, k, m]:.0f}" for k, back in modes.items() for m in ("forward", back)]
+    yield "16 heads on 32,768", [f"{rates[case, k, m]:.0f}" for k, back in modes.items() for m in ("forward", back)]
+    trees = [row for row in found if "window and sinks" in row["case"] and row.get("tflops")]
+    by_kernel = {(row["kernel"], row["mode"].split(",")[0]): row["tflops"] for row in trees}
+    both = [(kernel, mode) for kernel in ("triton", "aten_flash") for mode in ("forward", "backward")]
+    yield "a window of 4,096", [f"{by_kernel[each]:.0f}" for each in both]
+    taxes = {(row["case"], row["mode"]): row["ratio"] for row in found if row["slice"] == "ring"}
+    ways = ("ring, 8 ranks", "fetch, 8 ranks", "fetch, 8 ranks, stages of 256 MiB")
+    yield "what 8 ranks", [f"{taxes[f'zigzag, {way}', mode]:.2f}" for way in ways for mode in ("forward", "backward")]
     steps = {row["case"]: row["ratio"] for row in found if row["slice"] == "step" and row["mode"] != "forward"}
-    cases = (("ring", 65536), ("fetch", 65536), ("Ulysses", 65536), ("ring", 16384))
-    shares = [steps[f"{how}, exact, causal {tokens}, 32/8 heads of 128, bf16"] for how, tokens in cases]
-    yield "calls of 8 ranks", [f"{share:.2f}" for share in shares]
+    cases = (("ring, exact", 65536), ("fetch, exact", 65536), ("Ulysses, exact", 65536), ("ring, fast", 65536))
+    shares = [steps[f"{how}, causal {n}, 32/8 heads of 128, bf16"] for how, n in (*cases, ("ring, exact", 16384))]
+    yield "whole calls", [f"{share:.2f}" for share in shares]
+    yield "tiles that", [f"{ratio:.2f}" for ratio in of_tiles(found)]
+    models = [row["ratio"] for row in found if row["slice"] == "model"]
+    yield "a step of a Qwen3", [f"{ratio:.2f}" for ratio in models]
     yield "kernels that move", [ends(row["ratio"] for row in found if row["slice"] == "small")]
+
+
+def of_tiles(found: list[dict[str, Any]]) -> Iterator[float]:
+    """Time with the tiles before over time with those that are shipped, on an H200."""
+    for direction, dims in (("forward", (64, 256)), ("dq", (64, 96, (192, 128), 256)), ("dkdv", (64, (192, 128)))):
+        for dim, v_dim in (each if isinstance(each, tuple) else (each, each) for each in dims):
+            chosen = asdict(configure(Descriptor(direction, dim, v_dim, 2, 90)))
+            name = f"{direction} {dim}{'' if dim == v_dim else f'/{v_dim}'}, "
+            (ratio,) = [row["ratio"] for row in found if row["case"].startswith(name) and row.get("config") == chosen]
+            yield ratio
 
 
 @pytest.mark.parametrize(("begins", "expected"), list(figures_of_a_gpu()))

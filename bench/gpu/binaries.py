@@ -53,6 +53,7 @@ KERNELS = {
     "rotary",
     "rows",
 }  # files of kernels, each compiled without the others
+CHOICES = {"_TABLES", "_UNEVEN", "configure"}  # of attention: they choose the configuration that a row names
 ROWS = 256
 CANDIDATES = [
     LaunchConfig(bm, bn, warps, stages, tma)
@@ -90,7 +91,8 @@ def shipped(generation: int) -> list[Case]:
         for direction, dim in itertools.product(DIRECTIONS, CLASSES[itemsize]):
             cases.append(Case(direction, dim, dim, dtype, generation))
     cases += [Case("forward", d, d, "bf16", generation, accumulates=True) for d in CLASSES[2]]
-    cases += [Case("forward", 192, 128, "bf16", generation)]
+    cases += [Case(direction, 192, 128, "bf16", generation) for direction in DIRECTIONS]
+    cases += [Case("dkdv", 192, 128, "bf16", generation, until=True)]
     cases += [Case(direction, 128, 128, "fp16", generation) for direction in DIRECTIONS]
     cases += [Case(direction, d, d, "bf16", generation, until=True) for direction in DIRECTIONS for d in CLASSES[2]]
     cases += [Case(direction, 128, 128, "fp32", generation, until=True) for direction in DIRECTIONS]
@@ -147,12 +149,15 @@ def sources(row: dict[str, Any]) -> str:
 def digest(*files: str, package: Path = Path(kernels.__file__).parent, module: str = kernels.__name__) -> str:
     """A digest of some files of a Triton package and of all that they import from it, except other kernels' files.
 
-    Code alone counts, as the syntax tree without docstrings: comments and the formatting may change.
+    Code alone counts, as the syntax tree without docstrings: comments and the formatting may change. What chooses
+    attention's configurations does not count either, since every row has its own.
     """
+    chosen = CHOICES if module == kernels.__name__ else set()
     waiting, code = list(files), {}
     while waiting:
         name = waiting.pop()
         tree = ast.parse((package / f"{name}.py").read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if not _names(node) & chosen]
         code[name] = _undocumented(tree)
         waiting += [other for other in _imported(tree, package, module) if other not in code and other not in KERNELS]
     return hashlib.sha256("".join(name + code[name] for name in sorted(code)).encode()).hexdigest()[:12]
@@ -164,6 +169,14 @@ def _undocumented(tree: ast.Module) -> str:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """The names that a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _imported(tree: ast.Module, package: Path, module: str) -> set[str]:

@@ -43,7 +43,7 @@ def test_a_model_on_ranks_of_a_gpu_is_rehearsed(name: str) -> None:
 def on_gpu(name: str, device: str) -> None:
     """Heads of 64, which Triton's kernels take as they are, in float32, whose sums a GPU orders otherwise.
 
-    Ranks differ from one process by at most twice what weights that move by half a unit in the last place do in float64.
+    Ranks differ from one process by at most twice what weights that move by half a unit in the last place change.
     """
     model = build(name, hidden_size=256, head_dim=64).to(device)
     wide = copy.deepcopy(model).double()
