@@ -19,7 +19,7 @@ VENDORS: tuple[Kernel, ...] = tuple(Segmented(library()) for library in (AtenFla
 
 # Best first. The order on Hopper is that of an H200 (`bench/results/gpu.jsonl`: bf16, 16k tokens, causal, head dims 64
 # and 128, torch 2.11, Triton 3.6), in TFLOP/s: 464 and 623 forward, 408 and 505 backward (cudnn); 441 and 518, 296 and
-# 393 (triton); 295 and 324, 263 and 288 (aten_flash, which is FlashAttention-2). Triton's order of sums is fixed, that
+# 393 (triton); 295 and 324, 263 and 287 (aten_flash, which is FlashAttention-2). Triton's order of sums is fixed, that
 # of the two others is not, so Triton computes backward for them where bits must not vary. flash3 was not installed; it
 # is published with 497 and 648 forward on an H100 (Shah et al. 2024, FlashAttention-3, figure 5). For other devices
 # nothing comparable is published or measured: Triton is first.

@@ -334,8 +334,8 @@ _FLASH3 = _Rates(
     "FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6)",
 )  # fmt: skip
 _TRITON_ON_H200 = _Rates(
-    "triton", 516e12, 324e12,
-    "Triton's kernels as this project measured them on one H200, 516 forward and 324 backward (causal, 16,384 tokens, "
+    "triton", 518e12, 393e12,
+    "Triton's kernels as this project measured them on one H200, 518 forward and 393 backward (causal, 16,384 tokens, "
     "16 heads, bf16; bench/results/gpu.jsonl)",
 )  # fmt: skip
 
