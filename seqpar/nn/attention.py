@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from seqpar.nn.source import LayerPlan
-from seqpar.ops.attention.api import Accuracy
 from seqpar.ops.attention.op import ATTENTION
-from seqpar.ops.attention.signature import Options
+from seqpar.ops.attention.signature import Accuracy, Options
 from seqpar.ops.core.autocast import autocasts
 
 if TYPE_CHECKING:

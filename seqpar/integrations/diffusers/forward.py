@@ -19,7 +19,7 @@ class SharedForward(Rerouting):
         joint, self.image_plan = sharing.plans_of(sizes)
         # its recipe knows the model: no trial
         super().__init__(
-            joint, sharing.comm, lambda query, key: self.cross > 0, None, sharing.accuracy, again=again, tries=False
+            joint, sharing.comm, lambda query, key: self.cross > 0, None, sharing.numerics, again=again, tries=False
         )
         self.sharing, self.sizes, self.cross = sharing, sizes, 0
 

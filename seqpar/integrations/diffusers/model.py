@@ -33,20 +33,21 @@ from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentio
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
-from seqpar.ops.attention.api import Accuracy
-from seqpar.ops.attention.signature import check_accuracy
+from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
 
 
-def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, accuracy: Accuracy = "exact") -> ParallelModel:
+def parallelize(
+    model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, accuracy: Accuracy = "exact", deterministic: bool = True
+) -> ParallelModel:
     """Share the tokens of every forward of a diffusers transformer among the ranks; returns a handle with ``undo()``.
 
     model: one of `RECIPES`. Calls stay as they are, with keywords for all but the first argument: all ranks pass the
     same whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
-    ``functools.partial(seqpar.Plan, ulysses=2)``. accuracy: as in `seqpar.attention`. Every rank computes the same
-    loss; gradients are shares, to be summed by `seqpar.train.sync_gradients`. Checkpointing works wherever backward
-    runs. State dict, processors and hooks stay as they are; a copy of the model is parallelized too.
+    ``functools.partial(seqpar.Plan, ulysses=2)``. accuracy, deterministic: as in `seqpar.attention`. Every rank
+    computes the same loss; gradients are shares, to be summed by `seqpar.train.sync_gradients`. Checkpointing works
+    wherever backward runs. State dict, processors and hooks stay as they are; a copy of the model is parallelized too.
 
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
@@ -57,11 +58,11 @@ def parallelize(model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, accuracy
     if recipe is None:
         raise NotImplementedError(_unknown(type(model).__name__))
     check_makes_plans(model, plan, "(mask, layout)")
-    check_accuracy(accuracy)
+    numerics = Numerics.checked(accuracy, deterministic)
     check_alone(model)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, accuracy)))
+    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics)))
     for name, function in recipe.modules.items():
         handle.put_around(model.get_submodule(name), function)
     for name, module in attentions(model):

@@ -12,7 +12,7 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops.attention.api import Accuracy
+from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
 
 MakePlan = Callable[[Mask, Layout], Plan]
@@ -30,11 +30,11 @@ class TokenCounts:
 
 @dataclass
 class Sharing:
-    """How a model's tokens are shared among ranks, with the plans of the latest sizes. accuracy: of attention."""
+    """How a model's tokens are shared among ranks, with the plans of the latest sizes. numerics: of attention."""
 
     comm: Comm
     make: MakePlan
-    accuracy: Accuracy
+    numerics: Numerics
     plans: dict[TokenCounts, tuple[Plan, Plan]] = field(default_factory=dict)
 
     def plans_of(self, sizes: TokenCounts) -> tuple[Plan, Plan]:

@@ -29,11 +29,13 @@ from seqpar.integrations.hf.mask import Rule, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.op import calls
+from seqpar.ops.attention.signature import Numerics
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 
 KEY = "seqpar"
-ACCURACY = "_seqpar_accuracy"  # an attribute of the modules of a parallel model whose accuracy is not "exact"
+DEFAULT = Numerics()
+NUMERICS = "_seqpar_numerics"  # an attribute of the modules of a parallel model whose numerics are not the default
 
 # Keywords that layers pass to attention functions and that the mask already covers.
 UNUSED = {
@@ -222,10 +224,11 @@ def attention_function(
         )
     dropout = dropped(dropout)
     seed = _seed(module, attention_mask) if dropout else None
+    numerics = module.__dict__.get(NUMERICS, DEFAULT)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention(
         q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
-        dropout_seed=seed, accuracy=module.__dict__.get(ACCURACY, "exact"),
+        dropout_seed=seed, accuracy=numerics.accuracy, deterministic=numerics.deterministic,
     )  # fmt: skip
     return out[None], None
 

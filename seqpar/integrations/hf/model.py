@@ -35,8 +35,8 @@ from seqpar.facts.value import Ints, whole
 from seqpar.integrations.adapters import acting_adapters, adapted, unfit_adapters
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
-    ACCURACY,
     KEY,
+    NUMERICS,
     Forward,
     enter,
     forward,
@@ -60,8 +60,7 @@ from seqpar.integrations.hf.unlisted import sees_places, unlisted
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
-from seqpar.ops.attention.api import Accuracy
-from seqpar.ops.attention.signature import check_accuracy
+from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
@@ -99,6 +98,7 @@ def parallelize(
     logits: bool = False,
     in_place: bool = False,
     accuracy: Accuracy = "exact",
+    deterministic: bool = True,
 ) -> ParallelTransformer:
     """The handle of a transformers model that takes ordinary batches and computes them on all ranks. A collective.
 
@@ -118,15 +118,15 @@ def parallelize(
     plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, except that each rank computes
     its own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
     batch, or "replicated", all bring the same. in_place: keep the name of the model's attention implementation, for
-    models that compare names; transformers' functions of that name then serve parallel models and all others. accuracy:
-    as in `seqpar.attention`.
+    models that compare names; transformers' functions of that name then serve parallel models and all others. accuracy,
+    deterministic: as in `seqpar.attention`.
 
     Raises: NotImplementedError naming every part of the model, or of a batch, that several ranks cannot compute;
     TypeError for a plan that is not a function.
     """
     return ParallelTransformer(
         model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place,
-        accuracy=accuracy,
+        accuracy=accuracy, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -146,6 +146,7 @@ class ParallelTransformer(ParallelModel):
     def __init__(
         self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None = None, source: str = "sharded",
         average_over: int = 1, logits: bool = False, in_place: bool = False, accuracy: Accuracy = "exact",
+        deterministic: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(model, comm)
         self.model: PreTrainedModel = model
@@ -166,15 +167,15 @@ class ParallelTransformer(ParallelModel):
         self._loss_function = getattr(model, "loss_function", None)
         try:
             with agreement("parallelize", comm, every=True) as call:
-                check_accuracy(accuracy)
+                numerics = Numerics.checked(accuracy, deterministic)
                 refuse_unready(model)
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
                 self._undone.callback(enter(self._before) if in_place else enter(KEY))
                 self._undone.callback(_with_own_configs(model, self.text, self._name))
-                if accuracy != "exact":
+                if numerics != Numerics():
                     for module in model.modules():
-                        self._undone.enter_context(replaced(module, {ACCURACY: accuracy}))
+                        self._undone.enter_context(replaced(module, {NUMERICS: numerics}))
                 for mixer in mixers(model):
                     self.put_around(mixer, mix)
                 for module, written in unlisted(model):
@@ -182,7 +183,7 @@ class ParallelTransformer(ParallelModel):
                 self.fit = fitting(model)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
-                    "in_place": in_place, "accuracy": accuracy,
+                    "in_place": in_place, **numerics._asdict(),
                 }  # fmt: skip
         except BaseException:
             self._undone.close()

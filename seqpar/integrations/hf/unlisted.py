@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.attention import ACCURACY, dropped, making, without_seed
+from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, dropped, making, without_seed
 from seqpar.integrations.hf.mask import Rule
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
@@ -58,9 +58,9 @@ def attended(
     dropout = dropped(dropout) if module.training else 0.0
     if dropout and layer is None:
         raise without_seed(module)
-    accuracy = module.__dict__.get(ACCURACY, "exact")
+    numerics = module.__dict__.get(NUMERICS, DEFAULT)
     rows = [autocast(x[0].transpose(0, 1).to(v.dtype)) for x in (q, k, v)]
-    options = Options(scale, 0.0, dropout, None, True, "auto", accuracy, False)
+    options = Options(scale, 0.0, dropout, None, numerics.deterministic, "auto", numerics.accuracy, False)
     out = ATTENTION((*rows, None, slopes), [_source(rule, layer or 0)], *options)[0]
     return out.transpose(0, 1)[None]
 

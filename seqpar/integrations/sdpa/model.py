@@ -15,8 +15,7 @@ from seqpar.integrations.probe.inspection import mixing
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
 from seqpar.nn.wrap import ParallelModel, refuse_unready
-from seqpar.ops.attention.api import Accuracy
-from seqpar.ops.attention.signature import check_accuracy
+from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
@@ -31,15 +30,15 @@ COMPARED = frozenset({0, 1, 2, 4, 8, 16})
 
 def parallelize(
     model: nn.Module, comm: Comm, *, plan: Plan | None = None, local: Local | None = None,
-    dropout_seed: int | None = None, accuracy: Accuracy = "exact",
+    dropout_seed: int | None = None, accuracy: Accuracy = "exact", deterministic: bool = True,
 ) -> ParallelModel:  # fmt: skip
     """The handle of a model of plain PyTorch whose forwards run inside `sdpa`.
 
     model: takes this rank's rows and calls PyTorch's attention functions on them. plan: of every forward, by default
     the plan of the `seqpar.parallel` block in which the forward begins. local: as in `sdpa`. dropout_seed: the seeds of
-    all forwards follow from it; equal on all ranks. accuracy: as in `seqpar.attention`. Backward may run anywhere, with
-    checkpoints inside or around the model. Parameters, buffers, hooks and the state dict stay as they are; a copy of
-    the model is parallelized too.
+    all forwards follow from it; equal on all ranks. accuracy, deterministic: as in `seqpar.attention`. Backward may run
+    anywhere, with checkpoints inside or around the model. Parameters, buffers, hooks and the state dict stay as they
+    are; a copy of the model is parallelized too.
 
     Before the first and some of the next 16 forwards, ranks compare weights in one or two small rounds.
 
@@ -55,12 +54,12 @@ def parallelize(
             f"parallelize({type(model).__name__}, sdpa=True, plan={plan!r:.200}): expected the Plan of every forward; "
             "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"
         )
-    check_accuracy(accuracy)
+    numerics = Numerics.checked(accuracy, deterministic)
     if reasons := mixing(model):
         raise refused(model, reasons)
     check_model(model)
     refuse_unready(model)
-    handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed, accuracy)
+    handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed, numerics)
     handle.put_around(model, forward)
     handle.on_undo(forward.close)
     return handle
@@ -70,10 +69,10 @@ class _Forward:
     """Wraps a model's forward: `sdpa`, with a seed for every forward."""
 
     def __init__(
-        self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None, accuracy: Accuracy
+        self, comm: Comm, plan: Plan | None, local: Local | None, seed: int | None, numerics: Numerics
     ) -> None:  # fmt: skip
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
-        self.accuracy = accuracy
+        self.numerics = numerics
         self._loop: Loop | None = None  # of the model whose forward came first, not of its copies
 
     def close(self) -> None:
@@ -94,7 +93,7 @@ class _Forward:
             error = self._try(model, forward, plan, args, kwargs)
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
-        with Rerouting(plan, self.comm, self.local, seed, self.accuracy, tries=False):
+        with Rerouting(plan, self.comm, self.local, seed, self.numerics, tries=False):
             try:
                 out = forward(*args, **kwargs)
             except RuntimeError as failure:

@@ -31,8 +31,7 @@ from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.ops import attention
-from seqpar.ops.attention.api import Accuracy
-from seqpar.ops.attention.signature import check_accuracy
+from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
@@ -52,7 +51,8 @@ _FUSED = {
 
 
 def sdpa(
-    plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: int | None = None, accuracy: Accuracy = "exact"
+    plan: Plan, comm: Comm, *, local: Local | None = None, dropout_seed: int | None = None,
+    accuracy: Accuracy = "exact", deterministic: bool = True,
 ) -> Rerouting:  # fmt: skip
     """A block that reroutes PyTorch's attention functions to `seqpar.attention`, for this thread. Blocks nest.
 
@@ -74,7 +74,7 @@ def sdpa(
     local: a function of a call's query and key that returns True for a call to leave alone, such as attention over
     tensors that every rank has whole; it must return the same on all ranks. dropout_seed: the seeds of calls with
     dropout follow from it; equal on all ranks and different for every step. The same pairs are dropped on any number of
-    ranks. accuracy: as in `seqpar.attention`. Under autocast q, k and v are cast as PyTorch casts them.
+    ranks. accuracy, deterministic: as in `seqpar.attention`. Under autocast q, k and v are cast as PyTorch casts them.
 
     Regions of `torch.utils.checkpoint.checkpoint` inside the block are recomputed under its plan, wherever backward
     runs; other checkpoints raise in backward, or in forward if they hide calls from autograd. A thread that starts
@@ -91,8 +91,7 @@ def sdpa(
     flash-attn's and flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise; none
     hangs.
     """
-    check_accuracy(accuracy)
-    return Rerouting(plan, comm, local, dropout_seed, accuracy)
+    return Rerouting(plan, comm, local, dropout_seed, Numerics.checked(accuracy, deterministic))
 
 
 class KnownMask:
@@ -115,12 +114,12 @@ class Rerouting(TorchFunctionMode):
     """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint recomputes."""
 
     def __init__(
-        self, plan: Plan, comm: Comm, local: Local | None, seed: int | None, accuracy: Accuracy, *, first: int = 0,
+        self, plan: Plan, comm: Comm, local: Local | None, seed: int | None, numerics: Numerics, *, first: int = 0,
         again: bool = False, tries: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
-        self.accuracy = accuracy
+        self.numerics = numerics
         self.first = self.calls = first
         self.outside: list[CheckpointRegion] = []
         self.surroundings: AbstractContextManager[Any] | None = None
@@ -299,8 +298,9 @@ class Rerouting(TorchFunctionMode):
             self._notice()
         q, k, v = map(_dense, (q, k, v))
         return attention(
-            q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed, accuracy=self.accuracy
-        )
+            q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed,
+            accuracy=self.numerics.accuracy, deterministic=self.numerics.deterministic,
+        )  # fmt: skip
 
     def _notice(self) -> None:
         """Record the call of a module that attends inside this block, to try it when the block ends."""
@@ -325,7 +325,7 @@ class Rerouting(TorchFunctionMode):
 
     def _again(self, first: int) -> Callable[[], Rerouting]:
         def again() -> Rerouting:
-            return Rerouting(self.plan, self.comm, self.local, self.seed, self.accuracy, first=first, again=True)
+            return Rerouting(self.plan, self.comm, self.local, self.seed, self.numerics, first=first, again=True)
 
         return again
 

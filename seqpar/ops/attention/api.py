@@ -8,12 +8,10 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.ops.attention.op import ATTENTION
-from seqpar.ops.attention.signature import Options
+from seqpar.ops.attention.signature import Accuracy, Options
 from seqpar.ops.attention.source import values_of
 from seqpar.ops.core.autocast import autocasts
 from seqpar.plan import Plan
-
-Accuracy = Literal["exact", "fast"]
 
 
 @overload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from seqpar.comm import Comm
 from seqpar.kernels import CallSpec
 from seqpar.plan import Plan
 
+Accuracy = Literal["exact", "fast"]
 ACCURACIES = ("exact", "fast")
 
 
@@ -28,6 +29,19 @@ class Options(NamedTuple):
     kernel: str
     accuracy: str
     return_lse: bool
+
+
+class Numerics(NamedTuple):
+    """What kernels may do to the bits of results, as in `seqpar.attention`."""
+
+    accuracy: Accuracy = "exact"
+    deterministic: bool = True
+
+    @classmethod
+    def checked(cls, accuracy: Accuracy, deterministic: bool) -> Numerics:
+        """These, of an integration's arguments. Raises: ValueError for an accuracy that there is not."""
+        check_accuracy(accuracy)
+        return cls(accuracy, bool(deterministic))
 
 
 class Signature(NamedTuple):

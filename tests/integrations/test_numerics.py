@@ -1,8 +1,9 @@
-"""`accuracy` reaches attention through every kind of layer and model, when recomputed and compiled too."""
+"""`accuracy` and `deterministic` reach attention through every layer and model, when recomputed and compiled too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import seqpar
 from seqpar import Layout, LocalComm, Mask, Plan
+from seqpar.comm import Comm
 from seqpar.kernels import CallSpec, Kernel, choose
 from seqpar.ops.attention import call
+from seqpar.testing import run_threads
 from tests.integrations.diffusers_models import loss_of
 from tests.integrations.diffusers_models import made as diffuser
 from tests.integrations.hf.models import build, packed
@@ -22,21 +25,21 @@ PLAN = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1))
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call whose kernel is chosen, whether it is fast."""
-    seen: list[bool] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Of each call whose kernel is chosen, whether it is fast, and deterministic."""
+    seen: list[tuple[bool, bool]] = []
 
     def record(name: str, spec: CallSpec) -> Kernel:
-        seen.append(spec.fast)
+        seen.append((spec.fast, spec.deterministic))
         return choose(name, spec)
 
     monkeypatch.setattr(call, "choose", record)
     return seen
 
 
-def layer(accuracy: str) -> None:
-    attention = seqpar.nn.Attention(accuracy=accuracy)
-    assert ("accuracy=fast" in repr(attention)) == (accuracy == "fast")
+def layer(**numerics: Any) -> None:
+    attention = seqpar.nn.Attention(**numerics)
+    assert ("accuracy=fast" in repr(attention)) == (numerics.get("accuracy") == "fast")
     x = torch.randn(TOKENS, 2, 8)
     with seqpar.parallel(fresh(), LocalComm()):
         attention(x, x, x)
@@ -47,53 +50,70 @@ def fresh() -> Plan:
     return Plan(PLAN.mask, PLAN.layout)
 
 
-def block(accuracy: str) -> None:
+def block(**numerics: Any) -> None:
     x, target = (y.view(TOKENS, E) for y in inputs())
-    with seqpar.sdpa(fresh(), LocalComm(), accuracy=accuracy):
+    with seqpar.sdpa(fresh(), LocalComm(), **numerics):
         y = made(reentrant=False)(x[None].requires_grad_())
     (y[0] * target).sum().backward()
 
 
-def plain_model(accuracy: str) -> None:
+def plain_model(**numerics: Any) -> None:
     model = made(reentrant=False)
-    with seqpar.parallelize(model, LocalComm(), sdpa=True, plan=fresh(), accuracy=accuracy):
+    with seqpar.parallelize(model, LocalComm(), sdpa=True, plan=fresh(), **numerics):
         model(inputs()[0][None]).sum().backward()
 
 
-def transformer(accuracy: str) -> None:
+def transformer(**numerics: Any) -> None:
     model = build("llama")
-    with seqpar.parallelize(model, LocalComm(), accuracy=accuracy):
+    with seqpar.parallelize(model, LocalComm(), **numerics):
         model(**batch()).loss.backward()
-    assert "_seqpar_accuracy" not in {name for module in model.modules() for name in module.__dict__}
+    assert "_seqpar_numerics" not in {name for module in model.modules() for name in module.__dict__}
 
 
 def batch() -> dict[str, Tensor]:
     return packed(torch.Generator().manual_seed(0), [13, 21, 6])
 
 
-def compiled_layers(accuracy: str) -> None:
+def compiled_layers(**numerics: Any) -> None:
     model, counter = build("llama"), CompileCounterWithBackend("eager")
     for decoder in model.model.layers:
         decoder.compile(fullgraph=True, backend=counter)
-    with seqpar.parallelize(model, LocalComm(), accuracy=accuracy):
+    with seqpar.parallelize(model, LocalComm(), **numerics):
         model(**batch()).loss.backward()
     assert counter.frame_count
 
 
-def video(accuracy: str) -> None:
+def video(**numerics: Any) -> None:
     model, inputs_of_model = diffuser("wan", torch.float32)
-    with seqpar.parallelize(model, LocalComm(), accuracy=accuracy):
+    with seqpar.parallelize(model, LocalComm(), **numerics):
         loss_of(model, inputs_of_model)[1].backward()
+
+
+ASKED: list[tuple[dict[str, Any], tuple[bool, bool]]] = [
+    ({}, (False, True)),
+    ({"accuracy": "fast"}, (True, True)),
+    ({"deterministic": False}, (False, False)),
+    ({"accuracy": "fast", "deterministic": False}, (True, False)),
+]
 
 
 @pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize("run", [layer, block, plain_model, transformer, compiled_layers, video])
 @pytest.mark.sampled(3)
-def test_accuracy_reaches_every_call(run: Callable[[str], None], asked: list[bool]) -> None:
-    for accuracy in ("exact", "fast"):
+def test_numerics_reach_every_call(run: Callable[..., None], asked: list[tuple[bool, bool]]) -> None:
+    for numerics, expected in ASKED:
         asked.clear()
-        run(accuracy)
-        assert asked and set(asked) == {accuracy == "fast"}
+        run(**numerics)
+        assert asked and set(asked) == {expected}
+
+
+def test_ranks_compare_numerics() -> None:
+    def rank(comm: Comm) -> str:
+        with pytest.raises(ValueError) as error:
+            seqpar.parallelize(build("llama"), comm, deterministic=comm.rank == 0)
+        return str(error.value)
+
+    assert all("ranks differ in deterministic: True on rank 0; False on rank 1" in text for text in run_threads(2, rank))
 
 
 @pytest.mark.parametrize("sdpa", [False, True], ids=["transformers", "sdpa"])
