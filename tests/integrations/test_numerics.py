@@ -113,7 +113,8 @@ def test_ranks_compare_numerics() -> None:
             seqpar.parallelize(build("llama"), comm, deterministic=comm.rank == 0)
         return str(error.value)
 
-    assert all("ranks differ in deterministic: True on rank 0; False on rank 1" in text for text in run_threads(2, rank))
+    told = "ranks differ in deterministic: True on rank 0; False on rank 1"
+    assert all(told in text for text in run_threads(2, rank))
 
 
 @pytest.mark.parametrize("sdpa", [False, True], ids=["transformers", "sdpa"])
