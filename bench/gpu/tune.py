@@ -23,8 +23,8 @@ from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure, generation
 
 DIRECTIONS = ("forward", "dq", "dkdv")
-LEAST_PAIRS = 64 * 64  # of a tile worth timing
-DIMS = ((128, 128), (64, 64), (192, 128), (256, 256))  # head dims of keys and values
+LEAST_PAIRS = 64 * 64  # of a tile worth timing, and half of it where a row has more than 128 columns
+DIMS = ((128, 128), (64, 64), (96, 96), (192, 128), (256, 256))  # head dims of keys and values
 TOKENS = 16384
 SHIPPED = "shipped"
 
@@ -79,8 +79,13 @@ def candidates() -> list[Candidate]:
     """All candidates of all directions and head dims, those with tiles of one shape together."""
     from bench.gpu.binaries import CANDIDATES
 
-    large = [c for c in CANDIDATES if c.bm * c.bn >= LEAST_PAIRS and c.stages > 1]
-    return [Candidate(direction, *dims, c, False) for dims in DIMS for direction in DIRECTIONS for c in large]
+    return [
+        Candidate(direction, *dims, c, False)
+        for dims in DIMS
+        for direction in DIRECTIONS
+        for c in CANDIDATES
+        if c.bm * c.bn * (1 if max(dims) <= 128 else 2) >= LEAST_PAIRS and c.stages > 1
+    ]
 
 
 def _tune(candidates: list[Candidate], machine: Machine) -> Iterator[Row]:
