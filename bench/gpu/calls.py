@@ -303,7 +303,7 @@ def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, m
     return CallSpec(
         machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
         grads=grads, deterministic=deterministic, merges=merges or len(mask.bands) > 1,
-        one_length=len(set(mask.lengths.tolist())) == 1, until=mask.has_until,
+        few_shapes=len(set(mask.lengths.tolist())) == 1, until=mask.has_until,
     )  # fmt: skip
 
 

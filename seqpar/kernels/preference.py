@@ -33,13 +33,13 @@ HOPPER, HOPPER_DIM = 90, 128  # the capability, and the largest head dim that wa
 def order(call: CallSpec) -> tuple[str, ...]:
     """The names of the kernels for a call's device, best first, including those that refuse it.
 
-    cudnn is only among them where documents have one length: it builds a plan of 0.1 to 1 s for every new shape.
+    cudnn is only among them where shapes are few: it builds a plan of 0.1 to 1 s for every new one.
     """
     if call.device != "cuda":
         return ON_CPU + PLAIN_TORCH
     measured = call.capability == HOPPER and max(call.dim, call.v_dim) <= HOPPER_DIM
     names = ON_HOPPER if measured else ON_CUDA
-    return tuple(name for name in names if call.one_length or name != "cudnn") + PLAIN_TORCH
+    return tuple(name for name in names if call.few_shapes or name != "cudnn") + PLAIN_TORCH
 
 
 def choose(name: str, call: CallSpec) -> Kernel:

@@ -114,8 +114,9 @@ class CallSpec:
     device: "cpu", "cuda". capability: of a CUDA device, as 90 for 9.0; else 0. plain: scores are just scaled products.
     grads: a backward may follow. merges: results may be partial (keys of a row come in several steps, a sink precedes
     the first, or gradients of a key are sums over ranks), so a kernel that rounds results to the inputs' dtype rounds
-    each part. one_length: all documents have the same number of queries, and of keys, so that a library sees few
-    shapes. fast: "auto" may take a kernel that rounds each part. until: some keys end before the last query.
+    each part. few_shapes: all documents have the same number of queries, and of keys, and it is a round one, so that a
+    library sees few shapes in all batches. fast: "auto" may take a kernel that rounds each part. until: some keys end
+    before the last query.
     """
 
     device: str
@@ -131,7 +132,7 @@ class CallSpec:
     grads: bool = True
     deterministic: bool = True
     merges: bool = True
-    one_length: bool = False
+    few_shapes: bool = False
     fast: bool = False
     until: bool = False
 

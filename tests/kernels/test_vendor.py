@@ -910,9 +910,9 @@ def test_fast_takes_a_library_for_several_steps(all_here, monkeypatch) -> None:
     assert choose("auto", replace(fast, softcap=True)).name == "triton"
     assert choose("auto", replace(fast, dtype=torch.float32)).name == "triton"
     monkeypatch.setattr(library, "installed", lambda package: None)
-    steady = replace(fast, deterministic=False, one_length=True)
+    steady = replace(fast, deterministic=False, few_shapes=True)
     assert choose("auto", steady).name == "cudnn"
-    assert choose("auto", replace(steady, one_length=False)).name == "triton", "measured faster than FlashAttention-2"
+    assert choose("auto", replace(steady, few_shapes=False)).name == "triton", "measured faster than FlashAttention-2"
     assert choose("auto", replace(steady, merges=True, fast=False)).name == "triton"
 
 
@@ -934,15 +934,15 @@ def test_a_preset_has_the_kernel_that_auto_takes_for_several_steps(name, capabil
     assert choose("auto", replace(call, fast=True)).name == choose("auto", call).name or capability == 90
 
 
-def test_keys_of_many_lengths_keep_cudnn_away() -> None:
+def test_keys_of_many_lengths_and_of_odd_ones_keep_cudnn_away() -> None:
     q, k = torch.empty(8, 4, 16), torch.empty(12, 4, 16)
     options = OpOptions(None, 0.0, 0.0, None, True, "auto", "fast", False)
     signature = signature_of(q, k, k, None, None, options, [True, True, True, False, False])
-    for keys, one_length in (([6, 6], True), ([4, 8], False)):
-        mask = Mask([4, 4], kv_lengths=keys)
-        plan = Plan(mask, Layout.contiguous(8, 2), kv_layout=Layout.contiguous(12, 2))
+    for keys, few_shapes in (([256, 256], True), ([384, 128], False), ([258, 258], False)):
+        mask = Mask([128, 128], kv_lengths=keys)
+        plan = Plan(mask, Layout.contiguous(256, 2), kv_layout=Layout.contiguous(sum(keys), 2))
         spec = signature.spec(plan)
-        assert spec.one_length == one_length and spec.fast
+        assert spec.few_shapes == few_shapes and spec.fast
 
 
 @pytest.mark.parametrize("transport", ["ring", "fetch"])
@@ -964,7 +964,7 @@ def test_documents_of_one_length_give_a_library_of_squares_few_shapes(transport)
 
 def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
     monkeypatch.setattr(library, "installed", lambda package: None)
-    steady = {"one_length": True}
+    steady = {"few_shapes": True}
     assert choose("auto", replace(FREE, **steady)).name == "cudnn"
     assert choose("auto", replace(HOPPER, **steady)).name == "cudnn", "with Triton's backward, which is deterministic"
     assert choose("auto", replace(HOPPER, grads=False, **steady)).name == "cudnn"
@@ -973,7 +973,7 @@ def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
 
 
 def test_the_order_on_cuda_is_that_of_figures_where_there_are_some() -> None:
-    assert order(replace(HOPPER, one_length=True)) == (
+    assert order(replace(HOPPER, few_shapes=True)) == (
         "flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4", "blockwise", "reference",
     )  # fmt: skip
     for call in (HOPPER, FREE, replace(FREE, dim=64, v_dim=64)):
@@ -986,7 +986,7 @@ def test_the_order_on_cuda_is_that_of_figures_where_there_are_some() -> None:
 
 def test_every_kernel_has_a_place_in_an_order() -> None:
     names = {k.name for k in (*KERNELS, *VENDORS)} - {"triton_tf32"}  # by name only
-    for spec in (replace(HOPPER, one_length=True), replace(FREE, one_length=True, capability=80)):
+    for spec in (replace(HOPPER, few_shapes=True), replace(FREE, few_shapes=True, capability=80)):
         assert {*order(spec), *order(replace(spec, device="cpu"))} == names
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
+from seqpar.facts.value import Ints
 from seqpar.kernels import CallSpec
 from seqpar.plan import Plan
 
 Accuracy = Literal["exact", "fast"]
 ACCURACIES = ("exact", "fast")
+ROUND = 128  # programs choose lengths that are multiples of it, and those of data rarely are
 
 
 class Options(NamedTuple):
@@ -93,9 +95,14 @@ class Signature(NamedTuple):
             self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
             grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
-            merges=plan.merges or self.sinks or sums, one_length=all(bool((x == x[0]).all()) for x in lengths),
+            merges=plan.merges or self.sinks or sums, few_shapes=all(_come_again(x) for x in lengths),
             fast=self.accuracy == "fast", until=plan.mask.has_until,
         )  # fmt: skip
+
+
+def _come_again(lengths: Ints) -> bool:
+    """Whether other batches are likely to have documents of these lengths: equal ones, as a program chooses them."""
+    return int(lengths[0]) % ROUND == 0 and bool((lengths == lengths[0]).all())
 
 
 def signature_of(
