@@ -154,7 +154,8 @@ class CollectiveOp:
         results, saved, record = self.run(tensors, values, *options)
         places = {id(x): n for n, x in reversed(list(enumerate([*tensors, *results]))) if x is not None}
         ticket = carry(Ticket(record, [places.get(id(x), x) for x in saved]))
-        return (list(results), ticket) if self._tensors is None else (*results, ticket)
+        dense = [x.contiguous() for x in results]  # as the op's fake promises to compilers
+        return (dense, ticket) if self._tensors is None else (*dense, ticket)
 
     def _run_back_in_graph(self, *arguments: Any) -> tuple[Tensor, ...]:
         assert self.back is not None and self._tensors is not None
@@ -332,5 +333,6 @@ def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
 
 
 def _apart(x: Tensor) -> Tensor:
-    """A gradient in its own memory, since results of an op may not share any."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    """A gradient in its own memory, as results of an op may not share any, and contiguous, as the op's fake promises."""
+    alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
