@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,6 +21,8 @@ from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.planner import MicroBatch
 
 T = TypeVar("T")
+Epoch = Generator[tuple[T, bool], None, None]  # items, and whether each is the last
+PLANNER = "seqpar plans ahead"
 
 
 def prefetch(
@@ -39,24 +43,24 @@ def prefetch(
     Each step of the iterator is a collective of the calling thread, which reads batches, exchanges lengths and moves
     rows. The planning thread calls `plan`, and derives what first layers would, for calls of attention and of recurrent
     layers like those with earlier plans; it uses no comm and no process group. It ends with the iterator: at the last
-    batch, at an error, and on ``close``. A loop that begins after that is another epoch over the same loader.
+    batch, at an error, and on ``close``. A loop that begins after that is another epoch over the same loader; one that
+    begins in mid-epoch goes on with it.
 
     Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
     of a replicated source must end together). The other arguments are those of `share`.
 
-    Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others.
+    Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others;
+    ValueError for a loader that has written to a batch it gave before.
     """
     depth = whole("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device, mtp_depth)
     return Epochs(lambda: _shares(Loader(batches), comm, how, depth, source, plan))
 
 
-def _shares(
-    loader: Loader, comm: Comm, how: Reading, depth: int, source: str, planner: Planner | None
-) -> Generator[Share, None, None]:
+def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, planner: Planner | None) -> Epoch[Share]:
     """The shares of one epoch."""
-    with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
-        ahead: deque[tuple[Known, Future[Any]] | Exception] = deque()
+    with planning_thread() as thread:
+        ahead: deque[tuple[Known, list[int], Future[Any]] | Exception] = deque()
         going = True
         while going or ahead:
             while going and len(ahead) <= depth:
@@ -70,14 +74,24 @@ def _shares(
                 if known is None:
                     going = False
                 else:
-                    ahead.append((known, thread.submit(_chosen, known, comm, planner)))
+                    ahead.append((known, _versions(known), thread.submit(_chosen, known, comm, planner)))
             if ahead:
                 item = ahead.popleft()
                 if isinstance(item, Exception):
                     raise item
-                known, chosen = item
+                known, versions, chosen = item
+                if _versions(known) != versions:
+                    raise ValueError(
+                        f"prefetch: the loader has written to a batch that it gave before, {depth} of which are read "
+                        "ahead; yield new tensors for every batch, as a DataLoader does"
+                    )
                 (only,) = take(known, comm, how, chosen.result())
-                yield only
+                yield only, not (going or ahead)
+
+
+def _versions(known: Known) -> list[int]:
+    """How often the tensors of this rank's batch have been written to, in place."""
+    return [x._version for x in known.own.tensors.values() if not x.is_inference()]
 
 
 def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:
@@ -90,23 +104,35 @@ def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatc
     return chosen
 
 
-class Epochs(Generic[T]):
-    """An iterator over an epoch; a loop that begins after its end, an error or ``close`` begins the next epoch."""
+@contextmanager
+def planning_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that plans ahead, and ends with the block. It may end the block itself, when it collects garbage."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix=PLANNER)
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=not threading.current_thread().name.startswith(PLANNER))
 
-    def __init__(self, start: Callable[[], Generator[T, None, None]]) -> None:
+
+class Epochs(Generic[T]):
+    """An iterator over an epoch; a loop after its last item, an error or ``close`` begins the next epoch."""
+
+    def __init__(self, start: Callable[[], Epoch[T]]) -> None:
         self._start, self._epoch, self._ended = start, start(), False
 
     def __iter__(self) -> Epochs[T]:
         if self._ended:
+            self._epoch.close()
             self._epoch, self._ended = self._start(), False
         return self
 
     def __next__(self) -> T:
         try:
-            return next(self._epoch)
+            item, self._ended = next(self._epoch)
         except BaseException:
             self._ended = True
             raise
+        return item
 
     def close(self) -> None:
         """End the epoch, and the thread that plans for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from seqpar import Layout, Mask, Plan
 from seqpar.comm import Comm, LocalComm
-from seqpar.data import back, share
+from seqpar.data import back, prefetch, share
 from seqpar.testing import run_threads
 from tests.advice.remedies import advised
 from tests.data.cases import IGNORE, ring
@@ -192,3 +193,18 @@ def test_the_first_label_after_pads_does_not_count() -> None:
     for more in ({"labels": first}, {}):
         found = share(batch | more, LocalComm(), plan=ring, shift="row" if more else "document").tensors["labels"]
         assert found.tolist() == [4, 5, 6, -100, 8, 9, 10, 11, 12, -100]
+
+
+def test_a_loader_that_overwrites_its_batches_yields_new_tensors() -> None:
+    def reusing() -> Iterator[dict[str, Tensor]]:
+        memory = torch.zeros(4, dtype=torch.int64)
+        for n in range(4):
+            yield {"input_ids": memory.fill_(n)}
+
+    def copying() -> Iterator[dict[str, Tensor]]:
+        for batch in reusing():
+            yield {name: x.clone() for name, x in batch.items()}
+
+    with advised(ValueError, "yield new tensors for every batch, as a DataLoader does"):
+        list(prefetch(reusing(), LocalComm(), plan=ring))
+    assert [int(s.tensors["input_ids"][0]) for s in prefetch(copying(), LocalComm(), plan=ring)] == [0, 1, 2, 3]

@@ -12,6 +12,7 @@ import torch
 from seqpar import Plan
 from seqpar.comm import Comm
 from seqpar.data import Share, back, prefetch, share
+from seqpar.data.prefetch import planning_thread
 from seqpar.testing import run_processes, run_threads
 from tests.data.cases import KINDS, make, ring
 
@@ -157,11 +158,19 @@ def test_a_loop_after_the_end_is_another_epoch() -> None:
         assert next(shares, None) is None  # no loop begins
         next(iter(shares))
         shares.close()  # type: ignore[attr-defined]
+        epochs.append([told(s) for s, _ in zip(shares, range(3))])  # a loop that leaves the last batch by a break
         return [*epochs, [told(s) for s in shares]]
 
     for one, *others in run_threads(2, call):
-        assert len(one) == 3 and others == [one, one]
+        assert len(one) == 3 and others == [one, one, one]
     assert threads() == []
+
+
+def test_a_block_may_end_in_the_thread_itself() -> None:
+    """As that of an iterator that the thread collects."""
+    kept = [planning_thread()]
+    pool = kept[0].__enter__()
+    pool.submit(kept.pop().__exit__, None, None, None).result(60)
 
 
 def test_a_loop_after_an_error_is_another_epoch() -> None:

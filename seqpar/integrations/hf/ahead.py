@@ -7,14 +7,14 @@ the calling thread, between two forwards, so collectives are the same on every r
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from seqpar.comm import Comm
-from seqpar.data.prefetch import Loader
+from seqpar.data.prefetch import Epoch, Loader, planning_thread
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen
 from seqpar.ops.core.agreement import gathering
@@ -83,8 +83,10 @@ class Plans:
 def ahead(
     loader: Loader, comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]],
     derive: Callable[[Plan], None], *, depth: int, replicated: bool,
-) -> Generator[Any, None, None]:  # fmt: skip
-    """The batches of one epoch in order; while one is computed, the next `depth` are planned. A collective.
+) -> Epoch[Any]:  # fmt: skip
+    """The batches of one epoch in order, and whether each is the last. A collective.
+
+    While one is computed, the next `depth` are planned.
 
     bring: a batch of the loader -> the batch to yield, and the lengths of its documents. derive: is called in the
     thread with each plan, to derive what the first layer needs. replicated: all ranks have the same batches.
@@ -94,7 +96,7 @@ def ahead(
     """
     queue: deque[Any] = deque()
     going = True
-    with ThreadPoolExecutor(1, thread_name_prefix="seqpar plans ahead") as thread:
+    with planning_thread() as thread:
         try:
             while going or queue:
                 while going and len(queue) <= depth:
@@ -112,7 +114,7 @@ def ahead(
                 if queue:
                     if isinstance(item := queue.popleft(), Exception):
                         raise item
-                    yield item
+                    yield item, not (going or queue)
         finally:
             plans.forget()
 

@@ -212,7 +212,7 @@ class ParallelTransformer(ParallelModel):
         Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
         batch; the planning thread uses no comm. A batch that is changed on its way to the model is planned when it
         arrives. The thread ends with the iterator: at the last batch, at an error, and on ``close``. A loop that begins
-        after that is another epoch over the same loader.
+        after that is another epoch over the same loader; one that begins in mid-epoch goes on with it.
 
         Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
         ValueError on all ranks if some loaders have ended and others have not.

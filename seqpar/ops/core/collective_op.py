@@ -333,6 +333,6 @@ def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
 
 
 def _apart(x: Tensor) -> Tensor:
-    """A gradient in its own memory, as results of an op may not share any, and contiguous, as the op's fake promises."""
+    """A gradient in its own memory, as results of an op may not share any, and contiguous, as its fake promises."""
     alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if alone else x.clone(memory_format=torch.contiguous_format)
