@@ -82,8 +82,8 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
                 known, versions, chosen = item
                 if _versions(known) != versions:
                     raise ValueError(
-                        f"prefetch: the loader has written to a batch that it gave before, {depth} of which are read "
-                        "ahead; yield new tensors for every batch, as a DataLoader does"
+                        "prefetch: the loader has written to a batch that it gave before, and which was read ahead; "
+                        "yield new tensors for every batch, as a DataLoader does"
                     )
                 (only,) = take(known, comm, how, chosen.result())
                 yield only, not (going or ahead)

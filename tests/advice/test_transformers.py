@@ -26,7 +26,7 @@ import transformers  # noqa: E402
 from transformers.integrations.neftune import neftune_post_forward_hook  # noqa: E402
 
 import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
-from tests.integrations.hf.models import SIZES, VOCABULARY, batches, build  # noqa: E402
+from tests.integrations.hf.models import SIZES, VOCABULARY, batches, build, one_process  # noqa: E402
 
 Build = Callable[[], nn.Module]
 BATCH = batches("right", 1)[0]
@@ -445,3 +445,31 @@ def test_hidden_states_without_a_row_for_each_token_are_left_out() -> None:
             with advised(NotImplementedError, "leave output_hidden_states out"):
                 model(**ROW, output_hidden_states=True)
             assert torch.allclose(model(**ROW).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["undo", "local"])
+def test_backward_through_checkpoints_goes_before_undo_and_outside_local(way: str, reentrant: bool) -> None:
+    def trained(comm: Comm, late: bool) -> Tensor:
+        model = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        handle = seqpar.parallelize(model, comm)
+        loss = model(**batches("right", 2)[comm.rank]).loss
+        if not late:
+            loss.backward()
+            handle.undo()
+            return model.model.embed_tokens.weight.grad
+        with advised(RuntimeError, "call backward before undo() and outside local()"):
+            if way == "undo":
+                handle.undo()
+                loss.backward()
+            else:
+                with handle.local():
+                    loss.backward()
+        return torch.zeros(())
+
+    run_threads(2, trained, True)
+    whole = one_process(llama(), batches("right", 2), True)
+    total = torch.stack(run_threads(2, trained, False)).sum(0)
+    torch.testing.assert_close(total, whole.grads["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)

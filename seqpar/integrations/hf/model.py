@@ -447,7 +447,9 @@ class ParallelTransformer(ParallelModel):
         if training:
             self._worth.note(own)
         logits, chunked = self._output(labels)
-        call = _Call(labels, items, arguments.get("return_dict", True), logits, chunked, routers)
+        whole = arguments.get("return_dict")
+        whole = getattr(module.config, "return_dict", True) if whole is None else bool(whole)
+        call = _Call(labels, items, whole, logits, chunked, routers, state.recomputed)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         if hidden_states is not None:  # else the configs of the model and its parts decide
@@ -623,8 +625,20 @@ class ParallelTransformer(ParallelModel):
             results[LOGITS] = self._router_logits(own, results[LOGITS]) if call.logits else None
         if self.fit.recurrent or unlisted(self.model):
             _keep_with(results, own.plan)
+        if call.recomputed:
+            for x in _graphs(results):
+                x.register_hook(self._check_awake)
         whole = type(out)(**results)
         return whole if call.return_dict else whole.to_tuple()
+
+    def _check_awake(self, grad: Tensor) -> None:
+        """Raise RuntimeError in a backward whose checkpoints would compute layers again on this rank alone."""
+        if self.asleep:
+            raise RuntimeError(
+                f"backward of a parallel {type(self.model).__name__} with activation checkpoints, after its undo() or "
+                "inside its local(): its layers would be computed again without the other ranks' rows; call backward "
+                "before undo() and outside local()"
+            )
 
     def _router_logits(self, own: Share, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Router logits for this rank's own batch [B * S, experts], of each layer, as models return them."""
@@ -694,16 +708,21 @@ def _leave(around: ExitStack) -> None:
 
 def _keep_with(results: dict[str, Any], plan: Plan) -> None:
     """Keep a plan as long as the graph of results: mixers look it up again if a checkpoint computes them again."""
+    for x in _graphs(results):
+        x.grad_fn.metadata["seqpar"] = plan  # type: ignore[union-attr]
+
+
+def _graphs(results: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors of results that have a graph."""
     for x in results.values():
-        for y in x if isinstance(x, tuple) else (x,):
-            if y is not None and y.grad_fn is not None:
-                y.grad_fn.metadata["seqpar"] = plan
+        yield from (y for y in (x if isinstance(x, tuple) else (x,)) if y is not None and y.grad_fn is not None)
 
 
 class _Call(NamedTuple):
     """The request of a forward pass.
 
-    items: num_items_in_batch. chunked: the loss without logits. routers: output_router_logits.
+    items: num_items_in_batch. chunked: the loss without logits. routers: output_router_logits. recomputed: whether
+    layers are activation checkpoints.
     """
 
     labels: bool
@@ -712,6 +731,7 @@ class _Call(NamedTuple):
     logits: bool
     chunked: bool
     routers: bool
+    recomputed: bool
 
 
 class _Reported(torch.autograd.Function):
