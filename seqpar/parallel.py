@@ -54,21 +54,30 @@ class EndedBlock:
 
 
 class ThreadBlocks:
-    """The blocks of a thread: the open ones, innermost last, and the last ended one that a forward used."""
+    """The blocks of a thread: the open ones, innermost last, and the last ended ones that a forward used.
+
+    repeated: the ended block whose code was repeated last, since the last forward.
+    """
 
     def __init__(self) -> None:
         self.open: list[OpenBlock] = []
         self.ended: deque[EndedBlock] = deque(maxlen=ENDED)
+        self.repeated: EndedBlock | None = None
 
     def of_node(self, node: int) -> Surrounding | None:
         """The surrounding of the call that a node's backward repeats.
 
-        It is a block opened within the repeated code, else the block in which the node was recorded.
+        It is a block opened within the repeated code, else the block in which the node was recorded. A node recorded
+        after that block, as that of a checkpoint inside a checkpoint, was recorded by the code that is repeated now.
         """
         for block in reversed(self.open):
             if block.within == backward_pass() or (block.used and node >= block.first):
                 return block.surrounding
-        return next((each.surrounding() for each in self.ended if each.first <= node < each.end), None)
+        found = next((each for each in self.ended if each.first <= node < each.end), None)
+        if found is None and self.repeated is not None and node >= self.repeated.end:
+            found = self.repeated
+        self.repeated = found
+        return None if found is None else found.surrounding()
 
 
 class _Own(threading.local):
@@ -139,7 +148,7 @@ def surrounding() -> Surrounding:
     if node < 0:
         if not own.open:
             raise RuntimeError("no plan surrounds this call; call it inside `with seqpar.parallel(plan, comm):`")
-        own.open[-1].used = True
+        own.open[-1].used, own.repeated = True, None
         return own.open[-1].surrounding
     if not own.open and threading.current_thread() not in _threads:  # an autograd thread
         own = next(iter(_threads.values())) if len(_threads) == 1 else own

@@ -143,11 +143,20 @@ def unnested(layer: nn.Module, x: Tensor, *rest: object) -> Tensor:
     return (layer(x.sin(), *rest) + x).cos()
 
 
-@pytest.mark.parametrize("where", ["inside"])
-def test_checkpoints_in_checkpoints(where) -> None:
+def reentrant_in_reentrant(layer: nn.Module, *arguments: object) -> Tensor:
+    def inner(x: Tensor, *rest: object) -> Tensor:
+        return checkpoint(layer, x.sin(), *rest, use_reentrant=True) + x
+
+    return checkpoint(inner, *arguments, use_reentrant=True).cos()
+
+
+@pytest.mark.parametrize(
+    ("run", "where"), [(nested, "inside"), (reentrant_in_reentrant, "inside"), (reentrant_in_reentrant, "outside")]
+)
+def test_checkpoints_in_checkpoints(run, where) -> None:
     plan = plan_of(2)
     expected = step(LocalComm(), Plan(plan.mask, Layout.contiguous(28, 1)), unnested, "surrounding", "inside", dropping)
-    results = run_threads(2, step, plan, nested, "surrounding", where, dropping)
+    results = run_threads(2, step, plan, run, "surrounding", where, dropping)
     assert_together(plan, results, expected)
 
 

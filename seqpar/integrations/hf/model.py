@@ -477,16 +477,16 @@ class ParallelTransformer(ParallelModel):
 
     def _count_of(self, items: Any, batch: Mapping[str, Any]) -> int | None:
         """num_items_in_batch on the host: read in one copy with all that is read of the batch."""
-        if not isinstance(items, Tensor):
-            if items is None or (isinstance(items, (int, float)) and items == int(items)):
-                return None if items is None else int(items)
+        if items is None:
+            return None
+        if isinstance(items, Tensor):
+            if items.numel() != 1:
+                raise ValueError(f"num_items_in_batch has the shape {list(items.shape)}, expected one number of labels")
+            names = [*(batch if self.source == "replicated" else FACTS), "num_items_in_batch"]
+            items = read_entries({**batch, "num_items_in_batch": items}, names)["num_items_in_batch"].item()
+        if not isinstance(items, (int, float)) or not float(items).is_integer():
             raise ValueError(f"num_items_in_batch is {items!r:.200}, expected a number of labels")
-        if items.numel() != 1:
-            raise ValueError(f"num_items_in_batch has the shape {list(items.shape)}, expected one number of labels")
-        names = batch if self.source == "replicated" else FACTS
-        return int(
-            read_entries({**batch, "num_items_in_batch": items}, [*names, "num_items_in_batch"])["num_items_in_batch"]
-        )
+        return int(items)
 
     def _named(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]

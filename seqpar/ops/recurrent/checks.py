@@ -80,7 +80,8 @@ def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             raise ValueError(f"{name}: {title} must be floating {expected} on {update.device}, got {got!s:.200}")
     _check_recurrence(name, plan)
     own = decay[: plan.layout.tokens(comm.rank)]  # pads hold anything
-    if comm.check_every == "call" and update.device.type == "cpu" and len(own):
+    some = own.numel() and (rates is None or rates.numel())
+    if comm.check_every == "call" and update.device.type == "cpu" and some:
         ends = [own.new_ones(())] if rates is None else torch.aminmax(rates, dim=1)
         worst = float(torch.stack([d * r for d in torch.aminmax(own, dim=0) for r in ends]).max())
         if worst > 0:

@@ -175,6 +175,9 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two counts": ({"num_items_in_batch": torch.tensor([50, 60])}, ValueError, "expected one number of labels"),
     "a count in words": ({"num_items_in_batch": "fifty"}, ValueError, "expected a number of labels"),
     "half a label": ({"num_items_in_batch": 50.5}, ValueError, "expected a number of labels"),
+    "half a label in a tensor": ({"num_items_in_batch": torch.tensor(2.5)}, ValueError, "expected a number of labels"),
+    "no number of labels": ({"num_items_in_batch": float("nan")}, ValueError, "expected a number of labels"),
+    "labels without end": ({"num_items_in_batch": float("inf")}, ValueError, "expected a number of labels"),
 }
 
 

@@ -332,3 +332,10 @@ def checked(comm: Comm, plan: Plan, case: Case, change: str) -> str:
 def test_values_are_read_where_every_call_is_checked(name, change, text) -> None:
     errors = run_threads(2, checked, plan_of("contiguous", (16,), 2), CASES[name], change)
     assert all(text in error for error in errors), errors
+
+
+def test_no_channels_and_no_states() -> None:
+    plan = Plan(Mask([10, 6]), seqpar.Layout.contiguous(16, 1))
+    none = torch.ones(16, 0)
+    assert recurrent.channel_scan(none, -none, plan, LocalComm()).shape == (16, 0)
+    assert recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), keys=none).shape == (16, 2)
