@@ -107,11 +107,14 @@ def test_ctrl_c_while_ranks_start_ends_all_of_them(monkeypatch: pytest.MonkeyPat
         start(pool, *args)
 
     monkeypatch.setattr(launch._Pool, "_start", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        launch._Pool(2, on_gpus=False)
-    assert len(pools) == 2 and signal.getsignal(signal.SIGINT) is before
-    assert not any(process.is_alive() for process in pools[0].processes)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch._Pool(2, on_gpus=False)
+        assert len(pools) == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not any(process.is_alive() for process in pools[0].processes)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
