@@ -15,7 +15,7 @@ from seqpar.plan.derive import Derived
 from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import LAYER_WAYS, TravelWay, check_travel, inside, layer_way
-from seqpar.plan.travel_report import between, passed, told
+from seqpar.plan.travel_report import between, check_kinds, passed, told
 
 DRAWN = 2000  # runs, or states on their way, at most
 RANKS = 64
@@ -38,9 +38,10 @@ def plot(
     document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. The other
     arguments are those of `describe`.
 
-    Raises: ValueError for an unknown travel, dtype or device, more than 64 ranks or a suffix of an unknown format,
-    ImportError without matplotlib, OSError for a file that cannot be written.
+    Raises: TypeError for what is not a plan or a layer, ValueError for an unknown travel, dtype or device, more than 64
+    ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that cannot be written.
     """
+    check_kinds("plot", plan, layer)
     check_travel("plot", travel, LAYER_WAYS)
     check_unbranched("plot", plan.mask)
     try:

@@ -26,6 +26,13 @@ from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, rel
 MIB = 1 << 20
 
 
+def check_kinds(what: str, plan: object, layer: object) -> None:
+    """Raise TypeError unless these are a plan and a recurrent layer."""
+    for x, kind, word in ((plan, Derived, "Plan"), (layer, RecurrentLayer, "RecurrentLayer")):
+        if not isinstance(x, kind):
+            raise TypeError(f"{what}: expected a {word}, got {type(x).__name__} {x!r:.200}")
+
+
 def describe(
     plan: Derived,
     layer: RecurrentLayer,
@@ -44,8 +51,10 @@ def describe(
     how states or rows travel, and what each way would cost; how rows reach the convolution; and for each rank, up to
     64, its runs, the exchanges it takes part in, states, rows and bytes.
 
-    Raises: ValueError for an unknown travel, dtype or device, NotImplementedError for a plan of trees.
+    Raises: TypeError for what is not a plan or a layer, ValueError for an unknown travel, dtype or device,
+    NotImplementedError for a plan of trees.
     """
+    check_kinds("describe", plan, layer)
     check_travel("describe", travel, LAYER_WAYS)
     check_unbranched("describe", plan.mask)
     runs = DocumentRuns.of(plan.residence)

@@ -120,3 +120,12 @@ def test_the_picture(tmp_path) -> None:
         recurrent.plot(Plan(seqpar.Mask([100]), seqpar.Layout.contiguous(100, 65)), LAYER, tmp_path / "x.png")
     with pytest.raises(ValueError, match="is not a picture format"):
         recurrent.plot(many, LAYER, tmp_path / "x.nonsense")
+
+
+def test_what_is_no_plan_or_no_layer_is_named(tmp_path) -> None:
+    plan = plan_of("zigzag", (40, 9, 30), 3)
+    for given in (None, "x", plan.mask):
+        with pytest.raises(TypeError, match="describe: expected a Plan, got"):
+            recurrent.describe(given, LAYER)
+        with pytest.raises(TypeError, match="plot: expected a RecurrentLayer, got"):
+            recurrent.plot(plan, given, tmp_path / "x.png")
