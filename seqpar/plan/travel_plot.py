@@ -38,7 +38,7 @@ def plot(
     document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. The other
     arguments are those of `describe`.
 
-    Raises: TypeError for what is not a plan or a layer, ValueError for an unknown travel, dtype or device, more than 64
+    Raises: TypeError for another plan or layer than these, ValueError for an unknown travel, dtype or device, more than 64
     ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that cannot be written.
     """
     check_kinds("plot", plan, layer)

@@ -124,8 +124,8 @@ def test_the_picture(tmp_path) -> None:
 
 def test_what_is_no_plan_or_no_layer_is_named(tmp_path) -> None:
     plan = plan_of("zigzag", (40, 9, 30), 3)
-    for given in (None, "x", plan.mask):
+    for other in (None, "x", plan.mask):
         with pytest.raises(TypeError, match="describe: expected a Plan, got"):
-            recurrent.describe(given, LAYER)
+            recurrent.describe(other, LAYER)
         with pytest.raises(TypeError, match="plot: expected a RecurrentLayer, got"):
-            recurrent.plot(plan, given, tmp_path / "x.png")
+            recurrent.plot(plan, other, tmp_path / "x.png")
