@@ -38,8 +38,8 @@ def plot(
     document, and an arrow for each state that is sent. Right: bytes in forward by sender and receiver. The other
     arguments are those of `describe`.
 
-    Raises: TypeError for another plan or layer than these, ValueError for an unknown travel, dtype or device, more than 64
-    ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that cannot be written.
+    Raises: TypeError unless these are a plan and a layer, ValueError for an unknown travel, dtype or device, more than
+    64 ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that cannot be written.
     """
     check_kinds("plot", plan, layer)
     check_travel("plot", travel, LAYER_WAYS)

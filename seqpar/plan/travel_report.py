@@ -51,7 +51,7 @@ def describe(
     how states or rows travel, and what each way would cost; how rows reach the convolution; and for each rank, up to
     64, its runs, the exchanges it takes part in, states, rows and bytes.
 
-    Raises: TypeError for another plan or layer than these, ValueError for an unknown travel, dtype or device,
+    Raises: TypeError unless these are a plan and a layer, ValueError for an unknown travel, dtype or device,
     NotImplementedError for a plan of trees.
     """
     check_kinds("describe", plan, layer)
