@@ -39,7 +39,7 @@ def plot(
     arguments are those of `describe`.
 
     Raises: TypeError unless these are a plan and a layer, ValueError for an unknown travel, dtype or device, more than
-    64 ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that cannot be written.
+    64 ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that is not writable.
     """
     check_kinds("plot", plan, layer)
     check_travel("plot", travel, LAYER_WAYS)
