@@ -265,6 +265,7 @@ def beyond(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float
     be below that, and counts for nothing else.
     """
     floor, worst = 1e-6 * largest(expected), (0.0, "")
+    assert all(x.isfinite().all() for x in grads.values()), "a gradient is not finite"
     for name, whole in expected.items():
         error, most = float((grads[name] - whole).abs().max()), float(whole.abs().max())
         if most > floor:
