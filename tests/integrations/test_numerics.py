@@ -121,3 +121,5 @@ def test_ranks_compare_numerics() -> None:
 def test_another_word_is_refused_by_name(sdpa: bool) -> None:
     with pytest.raises(ValueError, match="accuracy must be 'exact' or 'fast', got 'bf16'"):
         seqpar.parallelize(build("llama"), LocalComm(), accuracy="bf16", **({"sdpa": True} if sdpa else {}))
+    with pytest.raises(ValueError, match="deterministic must be True or False, got 'no'"):
+        seqpar.parallelize(build("llama"), LocalComm(), deterministic="no", **({"sdpa": True} if sdpa else {}))

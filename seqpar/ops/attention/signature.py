@@ -41,9 +41,11 @@ class Numerics(NamedTuple):
 
     @classmethod
     def checked(cls, accuracy: Accuracy, deterministic: bool) -> Numerics:
-        """These, of an integration's arguments. Raises: ValueError for an accuracy that there is not."""
+        """These, of an integration's arguments. Raises: ValueError for other values than there are."""
         check_accuracy(accuracy)
-        return cls(accuracy, bool(deterministic))
+        if not isinstance(deterministic, bool):
+            raise ValueError(f"deterministic must be True or False, got {deterministic!r:.200}")
+        return cls(accuracy, deterministic)
 
 
 class Signature(NamedTuple):
@@ -95,12 +97,12 @@ class Signature(NamedTuple):
             self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
             grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
-            merges=plan.merges or self.sinks or sums, few_shapes=all(_come_again(x) for x in lengths),
+            merges=plan.merges or self.sinks or sums, few_shapes=all(come_again(x) for x in lengths),
             fast=self.accuracy == "fast", until=plan.mask.has_until,
         )  # fmt: skip
 
 
-def _come_again(lengths: Ints) -> bool:
+def come_again(lengths: Ints) -> bool:
     """Whether other batches are likely to have documents of these lengths: equal ones, as a program chooses them."""
     return int(lengths[0]) % ROUND == 0 and bool((lengths == lengths[0]).all())
 
