@@ -222,6 +222,6 @@ def test_ranks_that_are_threads_register_the_operator_once(monkeypatch) -> None:
         started.wait()
         return copies._known_to_fake_tensors()
 
-    monkeypatch.setattr(copies, "_registered", [])
+    monkeypatch.setattr(copies, "_registered", False)
     monkeypatch.setattr(torch.library, "register_fake", register)
     assert run_threads(4, rank) == [True] * 4 and names == ["seqpar_native::copy_"]

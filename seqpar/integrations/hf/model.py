@@ -447,9 +447,8 @@ class ParallelTransformer(ParallelModel):
         if training:
             self._worth.note(own)
         logits, chunked = self._output(labels)
-        whole = arguments.get("return_dict")
-        whole = getattr(module.config, "return_dict", True) if whole is None else bool(whole)
-        call = _Call(labels, items, whole, logits, chunked, routers, state.recomputed)
+        return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
+        call = _Call(labels, items, return_dict, logits, chunked, routers, state.recomputed)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         if hidden_states is not None:  # else the configs of the model and its parts decide

@@ -22,7 +22,8 @@ _TRITON_DTYPES = {
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 }  # fmt: skip
-_registering, _registered = threading.Lock(), list[bool]()  # torch refuses what two ranks' threads register at a time
+_registering = threading.Lock()  # torch refuses what two ranks' threads register at a time
+_registered = False
 
 
 class Pair(NamedTuple):
@@ -146,11 +147,12 @@ def _compiled(pairs: Sequence[Pair]) -> bool:
 
 def _known_to_fake_tensors() -> bool:
     """Always true: registers, once in all threads, that the operator returns no tensor."""
+    global _registered
     if not _registered:
         with _registering:
             if not _registered:
                 torch.library.register_fake("seqpar_native::copy_", lambda dst, src, dst_rows, src_rows: None)
-                _registered.append(True)
+                _registered = True
     return True
 
 
