@@ -50,7 +50,7 @@ def prefetch(
     of a replicated source must end together). The other arguments are those of `share`.
 
     Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others;
-    ValueError for a loader that has written to a batch it gave before.
+    ValueError on every rank for a loader that has written to a batch it gave before.
     """
     depth = whole("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device, mtp_depth)
@@ -79,13 +79,14 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
                 item = ahead.popleft()
                 if isinstance(item, Exception):
                     raise item
-                known, versions, chosen = item
-                if _versions(known) != versions:
-                    raise ValueError(
+                known, versions, planned = item
+                chosen = planned.result()
+                if _versions(known) != versions:  # all ranks raise it, as an error of the planner
+                    chosen = ValueError(
                         "prefetch: the loader has written to a batch that it gave before, and which was read ahead; "
                         "yield new tensors for every batch, as a DataLoader does"
                     )
-                (only,) = take(known, comm, how, chosen.result())
+                (only,) = take(known, comm, how, chosen)
                 yield only, not (going or ahead)
 
 

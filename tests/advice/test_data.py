@@ -205,6 +205,9 @@ def test_a_loader_that_overwrites_its_batches_yields_new_tensors() -> None:
         for batch in reusing():
             yield {name: x.clone() for name, x in batch.items()}
 
-    with advised(ValueError, "yield new tensors for every batch, as a DataLoader does"):
-        list(prefetch(reusing(), LocalComm(), plan=ring))
+    def trained(comm: Comm) -> None:  # one rank's loader alone is wrong, and both ranks are told at once
+        with advised(ValueError, "yield new tensors for every batch, as a DataLoader does"):
+            list(prefetch(copying() if comm.rank else reusing(), comm, plan=ring))
+
+    run_threads(2, trained, timeout=300.0)
     assert [int(s.tensors["input_ids"][0]) for s in prefetch(copying(), LocalComm(), plan=ring)] == [0, 1, 2, 3]

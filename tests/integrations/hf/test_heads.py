@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BertConfig, BertModel
 
 import seqpar
 from seqpar import Comm, LocalComm
@@ -211,3 +212,16 @@ def test_a_loss_over_pairs_of_rows_is_left_to_its_owner() -> None:
             model(**batch)
         batch.pop("labels")
         assert model(**batch).logits.shape == (3, 1)
+
+
+def test_a_config_that_asks_for_tuples_gets_them() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = BertConfig(**sizes, num_attention_heads=4, return_dict=False)
+    model, ids = BertModel(config).eval(), torch.arange(1, 13)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids)
+        with seqpar.parallelize(model, LocalComm()):
+            found = model(input_ids=ids)
+    assert isinstance(expected, tuple) and isinstance(found, tuple)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
