@@ -9,7 +9,8 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
 
 The pieces move by NCCL's or gloo's collectives (`Comm.sums`), or else by exchanges, which add in the order of ranks. On
 the CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a
-round, and as many rounds as the ranks have bits.
+round, and as many rounds as the ranks have bits. Two ranks sum a single tensor so too, whatever its size: as many bytes
+as by pieces, and it is sent from where it lies.
 
 Source: recursive doubling, as in Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
 MPICH (2005), section 4.4.
@@ -142,19 +143,19 @@ def _whole(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
 
 @torch.no_grad()
 def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False, kept: bool = False) -> Tensor:
-    """The sum over ranks of the elements of tensors of one dtype, end to end, then zeros, to a multiple of the ranks.
+    """The sum over ranks of the elements of tensors of one dtype, end to end; what may follow them is zeros.
 
     Uses the tag's stage and those after it. met: whether ranks know already that all are in this call, with tensors of
     one size. kept: as in `Comm.empty`.
     """
-    count = sum([x.numel() for x in tensors])
-    flat = comm.empty((-(-count // comm.size) * comm.size,), tensors[0].dtype, tensors[0].device, kept=kept)
+    first, count = tensors[0], sum([x.numel() for x in tensors])
     if comm.size == 1 or not count:
-        return _filled(flat, tensors, count)
+        return _filled(comm.empty((count,), first.dtype, first.device, kept=kept), tensors, count)
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        if _few(flat, comm.size):
-            _by_pairs(_filled(flat, tensors, count), comm, tag)
-        elif (sums := comm.sums(flat)) is None:
+        if _goes_whole(tensors, count, comm.size):
+            return _by_pairs(_joined(tensors, count, comm), comm, tag, kept=kept)
+        flat = comm.empty((-(-count // comm.size) * comm.size,), first.dtype, first.device, kept=kept)
+        if (sums := comm.sums(flat)) is None:
             _by_pieces(_filled(flat, tensors, count), comm, tag)
         else:
             # ranks hear of each other while they copy
@@ -166,6 +167,13 @@ def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False
     return flat
 
 
+def _joined(tensors: Sequence[Tensor], count: int, comm: Comm) -> Tensor:
+    """The elements of tensors, end to end; of a single tensor its own memory, if they lie there so."""
+    if len(tensors) == 1:
+        return tensors[0].resolve_conj().resolve_neg().reshape(-1)
+    return _filled(comm.empty((count,), tensors[0].dtype, tensors[0].device), tensors, count)
+
+
 def _filled(flat: Tensor, tensors: Sequence[Tensor], count: int) -> Tensor:
     """The flat tensor, holding the `count` elements of tensors and zeros."""
     if count == len(flat) and len(tensors) == 1:
@@ -175,27 +183,30 @@ def _filled(flat: Tensor, tensors: Sequence[Tensor], count: int) -> Tensor:
     return flat
 
 
-def _few(flat: Tensor, ranks: int) -> bool:
-    """Whether a tensor is summed by pairs of ranks."""
-    itemsize = 4 if flat.dtype in HALVES and ranks > 2 else flat.itemsize
-    return flat.device.type == "cpu" and flat.numel() * itemsize * (ranks - 1).bit_length() <= FEW
+def _goes_whole(tensors: Sequence[Tensor], count: int, ranks: int) -> bool:
+    """Whether `count` elements are summed by pairs of ranks: few do, and a single tensor of two ranks."""
+    like = tensors[0]
+    if like.device.type != "cpu":
+        return False
+    itemsize = 4 if like.dtype in HALVES and ranks > 2 else like.itemsize
+    # what is joined first has memory to be summed in; a single tensor is sent from where it lies
+    return (ranks == 2 and len(tensors) == 1) or count * itemsize * (ranks - 1).bit_length() <= FEW
 
 
-def _by_pairs(flat: Tensor, comm: Comm, tag: Tag) -> None:
-    """`summed` in place, by recursive doubling. Both ranks of a pair add the same two sums and get the same bits."""
+def _by_pairs(own: Tensor, comm: Comm, tag: Tag, *, kept: bool) -> Tensor:
+    """The sum over ranks, by recursive doubling. Both ranks of a pair add the same two sums and get the same bits."""
     # a sum of two is rounded once in any case
-    total = flat.float() if flat.dtype in HALVES and comm.size > 2 else flat
+    total = own.float() if own.dtype in HALVES and comm.size > 2 else own
     among = 1 << comm.size.bit_length() - 1  # ranks that double; another one gives to one of them, and takes at the end
-    heard = comm.empty(total.shape, total.dtype, total.device)
     for index, (stage, peer) in enumerate(pairs(comm.rank, comm.size)):
         gives = max(comm.rank, peer) < among or (comm.rank >= among) == (index == 0)
         takes = max(comm.rank, peer) < among or not gives
         at = tag._replace(stage=tag.stage + stage)
+        heard = comm.empty(total.shape, total.dtype, total.device, kept=kept)
         comm.exchange({peer: [total] if gives else []}, {peer: [heard] if takes else []}, tag=at).wait()
-        if takes:  # in place, as the exchange has ended
-            total = heard if comm.rank >= among else total.add_(heard)
-    if total is not flat:
-        flat.copy_(total)
+        if takes:
+            total = heard if comm.rank >= among else heard.add_(total)
+    return total.to(own.dtype)
 
 
 def _by_pieces(flat: Tensor, comm: Comm, tag: Tag) -> None:

@@ -333,6 +333,23 @@ def test_a_sum_of_few_numbers_is_few_messages_with_the_same_bits(
         torch.testing.assert_close(*sums)
 
 
+def of_views(comm: Comm, count: int) -> list[bool]:
+    """Whether sums of tensors that do not lie in memory as they read are right, and leave them as they were."""
+    z = torch.complex(*torch.randn(2, count, generator=torch.Generator().manual_seed(comm.rank)))
+    views = [z.conj(), z.conj().imag, z.real.view(-1, 2).T, z.real[:1].expand(3)]
+    by_rank = comm.gather("views", [x.clone() for x in views])
+    found = [all_sum(x, comm) for x in views]
+    right = [torch.stack(several).sum(0) for several in zip(*by_rank)]
+    alike = [torch.equal(x, before) for x, before in zip(views, by_rank[comm.rank])]
+    return [*alike, *(torch.allclose(y, x) and y.shape == x.shape for x, y in zip(right, found))]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (2, 400_000), (3, 8), (3, 400_000)])
+def test_sums_of_views_are_right_and_leave_them(ranks: int, count: int) -> None:
+    for found in run_threads(ranks, of_views, count):
+        assert all(found), found
+
+
 EXPERTS = 4
 
 
@@ -533,7 +550,7 @@ def leaves(comm: Comm) -> str:
 
 
 def test_a_rank_that_fails_in_a_collective_is_named() -> None:
-    waiting, failing = run_processes(2, leaves)
+    waiting, failing, _ = run_processes(3, leaves)
     assert failing == "a test"
     assert (
         "all_sum (forward), call 0 stage 0, lost the connection to rank 1; root cause: rank 1: a sum over ranks, "
