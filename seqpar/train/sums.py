@@ -189,7 +189,7 @@ def _goes_whole(tensors: Sequence[Tensor], count: int, ranks: int) -> bool:
     if like.device.type != "cpu":
         return False
     itemsize = 4 if like.dtype in HALVES and ranks > 2 else like.itemsize
-    # what is joined first has memory to be summed in; a single tensor is sent from where it lies
+    # several tensors are joined in memory that can hold their sum; a single tensor is sent from where it lies
     return (ranks == 2 and len(tensors) == 1) or count * itemsize * (ranks - 1).bit_length() <= FEW
 
 
