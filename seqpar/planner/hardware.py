@@ -324,20 +324,16 @@ class _Rates(NamedTuple):
 
 
 _TRITON = _Rates(
-    "triton", 395e12, 395e12 * 5 / 7,
-    "395 forward as Triton's tutorial, and 282 backward, which is 5/7 of it, since Triton's backward takes 7 products "
-    "for 5 (Shah et al. 2024, figures 5 and 6)",
-    f"Triton's backward, and its forward in place of the tutorial's; {_HOP}",
+    "triton", 518e12, 393e12,
+    "Triton's kernels as this project measured them on one H200, 518 forward and 393 backward (causal, 16,384 tokens, "
+    "16 heads, bf16; bench/results/gpu.jsonl)",
 )  # fmt: skip
 _FLASH3 = _Rates(
     "flash3", 648e12, 561e12,
     "FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6)",
 )  # fmt: skip
-_TRITON_ON_H200 = _Rates(
-    "triton", 518e12, 393e12,
-    "Triton's kernels as this project measured them on one H200, 518 forward and 393 backward (causal, 16,384 tokens, "
-    "16 heads, bf16; bench/results/gpu.jsonl)",
-)  # fmt: skip
+# the same 132 processors at the same clocks
+_TRITON_ON_H100 = _TRITON._replace(assumed=f"Triton's rates, which are those of an H200; {_HOP}")
 
 
 def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
@@ -442,10 +438,10 @@ def _cpu() -> Hardware:
 # Of the GPUs' figures this project has measured the two rates of "h200" alone; `seqpar calibrate` measures the machine
 # that it runs on. "-fast": the kernel that attention(accuracy="fast") takes, which differs on Hopper alone.
 PRESETS: dict[str, Callable[[], Hardware]] = {
-    "h100": lambda: _hopper("h100", _TRITON),
-    "h100-100g": lambda: _hopper("h100-100g", _TRITON, across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
+    "h100": lambda: _hopper("h100", _TRITON_ON_H100),
+    "h100-100g": lambda: _hopper("h100-100g", _TRITON_ON_H100, across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
     "h100-fast": lambda: _hopper("h100-fast", _FLASH3),
-    "h200": lambda: _hopper("h200", _TRITON_ON_H200, memory=141 * _GB, note=_H200),
+    "h200": lambda: _hopper("h200", _TRITON, memory=141 * _GB, note=_H200),
     "h200-fast": lambda: _hopper("h200-fast", _FLASH3, memory=141 * _GB, note=_H200),
     "a100": _a100,
     "a100-flexsp": _a100_flexsp,

@@ -99,7 +99,7 @@ def test_8192_tokens_a_rank_come_close_to_the_bound(name: str) -> None:
     assert sum(PACKED[name]) == 8 * 8192
     # with links that one peer fills; over the channels of a pair the planner comes no closer than this
     filled = dataclasses.replace(VAST, inside=dataclasses.replace(VAST.inside, hop=None))
-    for machine, most in ((filled, 0.023), (VAST, 0.026)):
+    for machine, most in ((filled, 0.023), (VAST, 0.028)):
         assert plan_batch(PACKED[name], 8, model=LLAMA, hardware=machine).forecast.gap < most
 
 
