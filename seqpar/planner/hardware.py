@@ -439,7 +439,9 @@ def _cpu() -> Hardware:
 # that it runs on. "-fast": the kernel that attention(accuracy="fast") takes, which differs on Hopper alone.
 PRESETS: dict[str, Callable[[], Hardware]] = {
     "h100": lambda: _hopper("h100", _TRITON_ON_H100),
-    "h100-100g": lambda: _hopper("h100-100g", _TRITON_ON_H100, across=47e9 / 4, note="; a quarter of that for 100 Gb/s"),
+    "h100-100g": lambda: _hopper(
+        "h100-100g", _TRITON_ON_H100, across=47e9 / 4, note="; a quarter of that for 100 Gb/s"
+    ),
     "h100-fast": lambda: _hopper("h100-fast", _FLASH3),
     "h200": lambda: _hopper("h200", _TRITON, memory=141 * _GB, note=_H200),
     "h200-fast": lambda: _hopper("h200-fast", _FLASH3, memory=141 * _GB, note=_H200),
