@@ -4,6 +4,7 @@ At each forward, ranks compare a hash of some weights while they announce their 
 
     at the first forward, or of new parameters  other weights were loaded or drawn: an error
     after a backward without a sum              the optimizer stepped by each rank's own share: an error
+    in a buffer                                 each rank has changed it by its own tokens: a warning
     else                                        ranks drift apart, by operations that are not deterministic: a warning
 
 The host waits for no GPU, except until ranks have agreed once: later it is the hash of the forward before, which the
@@ -50,6 +51,7 @@ class Loop:
         self._known: set[int] = set()  # ids of the parameters at the time of sampling
         self._grown = False  # whether other parameters have appeared
         self._agreed = False  # whether ranks have had equal weights once
+        self._buffers = True  # whether buffers are compared
         self._trains = False  # whether there was a backward
         self._count = -1  # number of parameters on which ranks agreed
         self._wrapped = False  # whether a wrapper reduces the gradients
@@ -160,11 +162,13 @@ class Loop:
         """Sample the model: all parameters until ranks have agreed on them, later only a few."""
         self.close()
         every, self._grown = sampled(self.model, self._ranks), False
-        self._known |= {id(each.parameter) for each in every}
-        if len(every) != self._count:  # new modules, such as adapters, whose weights were not compared yet
-            self._count, self._agreed = len(every), False
+        every = every if self._buffers else [each for each in every if not each.buffer]
+        self._known |= {id(each.tensor) for each in every}
+        count = sum([not each.buffer for each in every])
+        if count != self._count:  # new modules, such as adapters, whose weights were not compared yet
+            self._count, self._agreed = count, False
         self._sample = spread(every) if self._agreed else every
-        trained = [each.parameter for each in spread(every) if each.trained]
+        trained = [each.tensor for each in spread(every) if each.trained]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -173,11 +177,12 @@ class Loop:
 
     def _compare(self, what: str) -> None:
         """Find the weights behind unequal hashes, and raise or warn. A collective."""
-        stepped = {each.name for each in self._sample if id(each.parameter) in self._unsummed}
+        stepped = {each.name for each in self._sample if id(each.tensor) in self._unsummed}
         found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
         worst = difference([several for several, _ in found])
         if worst is None:
             return
+        buffers = {each.name for each in self._sample if each.buffer}
         told = f"{what}: {worst.name} differs by up to {worst.largest:.3g} between rank 0 and rank {worst.rank}"
         if not self._agreed:
             since = "parameters are new" if self._trains else "nothing has trained yet"
@@ -185,6 +190,14 @@ class Loop:
                 f"{told}, and {since}; load the same weights on every rank, or call "
                 "torch.manual_seed(0) before you create the model"
             )
+        if worst.name in buffers:
+            self._buffers = False
+            self._take()
+            self._warn(
+                f"{told}: it is a buffer that ranks have changed, as by their own tokens alone; make its changes from "
+                "the tokens of all ranks, as by seqpar.train.token_mean, or broadcast it from one rank"
+            )
+            return
         if any(worst.name in names for _, names in found) and not self._wrapped:
             raise ValueError(
                 f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "

@@ -1,8 +1,9 @@
-"""Whether ranks hold the same weights: a sample of parameters, and the place where ranks differ.
+"""Whether ranks hold the same weights: a sample of parameters and buffers, and the place where ranks differ.
 
 Sampled are parameters that every rank should hold alike: plain ones, and DTensors with the same part on all of the
 comm's ranks, as with tensor parallelism beside the comm or as replicas of HSDP. Parameters that a wrapper shards over
-the comm's ranks (FSDP) are one tensor by construction, and left out.
+the comm's ranks (FSDP) are one tensor by construction, and left out. Of buffers, those that a checkpoint has and that
+hold fractions are sampled, such as a router's bias or a codebook; counters and caches are not.
 """
 
 from __future__ import annotations
@@ -19,38 +20,51 @@ from torch import Tensor, nn
 from seqpar.ops.core.compared import gap, on_device, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
-PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
-VALUES = 64  # of each parameter, evenly spread
+PARAMETERS, VECTORS, BUFFERS = 4, 2, 4  # matrices and vectors of each kind, trained and frozen; buffers
+VALUES = 64  # of each tensor, evenly spread
 
 
 class Sampled(NamedTuple):
-    """A parameter and its place in a module; the sample is valid while it keeps that place."""
+    """A parameter or a buffer, and its place in a module; the sample is valid while it keeps that place."""
 
     name: str
     module: nn.Module
     key: str
-    parameter: Tensor
+    tensor: Tensor
     trained: bool
+    buffer: bool = False
 
     def stands(self) -> bool:
-        """Whether the parameter is still the module's, and still trained or frozen as before."""
+        """Whether the tensor is still the module's, and a parameter still trained or frozen as before."""
+        if self.buffer:
+            return self.module._buffers.get(self.key) is self.tensor
         now = self.module._parameters.get(self.key)
-        return now is self.parameter and now.requires_grad == self.trained
+        return now is self.tensor and now.requires_grad == self.trained
 
 
 def sampled(model: nn.Module, ranks: frozenset[int]) -> list[Sampled]:
-    """A model's parameters that all ranks should hold alike, each once. ranks: the comm's global ranks."""
-    return list({id(each.parameter): each for each in _comparable(model, ranks)}.values())
+    """A model's parameters and buffers that all ranks should hold alike, each once. ranks: the comm's global ranks."""
+    several = itertools.chain(_comparable(model, ranks), _comparable_buffers(model))
+    return list({id(each.tensor): each for each in several}.values())
 
 
 def spread(several: Sequence[Sampled]) -> list[Sampled]:
-    """A few trained and a few frozen parameters, both matrices and vectors, since optimizers may treat them apart."""
-    found = []
+    """A few trained and a few frozen parameters, both matrices and vectors, since optimizers may treat them apart.
+
+    And a few buffers.
+    """
+    parameters = [each for each in several if not each.buffer]
+    found = _spread([each for each in several if each.buffer], BUFFERS)
     for trained, matrices in itertools.product((True, False), repeat=2):
-        kind = [each for each in several if (each.trained, each.parameter.dim() > 1) == (trained, matrices)]
-        count = min(PARAMETERS if matrices else VECTORS, len(kind))
-        found += [kind[index * (len(kind) - 1) // max(1, count - 1)] for index in range(count)]
+        kind = [each for each in parameters if (each.trained, each.tensor.dim() > 1) == (trained, matrices)]
+        found += _spread(kind, PARAMETERS if matrices else VECTORS)
     return found
+
+
+def _spread(kind: list[Sampled], most: int) -> list[Sampled]:
+    """A few of a kind, from the first to the last."""
+    count = min(most, len(kind))
+    return [kind[index * (len(kind) - 1) // max(1, count - 1)] for index in range(count)]
 
 
 def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
@@ -63,9 +77,20 @@ def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
                 yield Sampled(f"{path}.{key}" if path else key, module, key, p, p.requires_grad)
 
 
+def _comparable_buffers(model: nn.Module) -> Iterator[Sampled]:
+    for path, module in model.named_modules():
+        for key, x in module._buffers.items():
+            if x is None or key in module._non_persistent_buffers_set or type(x) is not Tensor:
+                continue
+            if not x.is_floating_point() or x.itemsize == 1 or x.layout != torch.strided:
+                continue
+            if x.numel() and not (x.is_meta or x.is_inference()):  # a tensor of inference mode has no version
+                yield Sampled(f"{path}.{key}" if path else key, module, key, x, trained=False, buffer=True)
+
+
 def versions(sample: Sequence[Sampled]) -> list[int]:
     """The counters that every change in place advances, such as an optimizer step."""
-    return [version(each.parameter) for each in sample]
+    return [version(each.tensor) for each in sample]
 
 
 def values(sample: Sequence[Sampled]) -> dict[str, Tensor]:
@@ -102,10 +127,10 @@ class Fingerprint:
 
 @torch.no_grad()
 def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
-    """Some values of each parameter by name, for every device and dtype."""
+    """Some values of each tensor by name, for every device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for each in sample:
-        flat = local(each.parameter.detach()).reshape(-1)
+        flat = local(each.tensor.detach()).reshape(-1)
         some = flat[:: -(-len(flat) // VALUES)]
         some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
         kinds.setdefault((some.device, some.dtype), {})[each.name] = some
@@ -113,7 +138,7 @@ def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
 
 
 class Difference(NamedTuple):
-    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0."""
+    """The largest difference of two ranks' samples: the tensor's name, and the rank that differs from rank 0."""
 
     name: str
     rank: int

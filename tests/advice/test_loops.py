@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ import seqpar
 from seqpar import Comm
 from seqpar.comm import LocalComm, PeerError
 from seqpar.testing import run_threads
-from seqpar.train import all_sum, sync_gradients
+from seqpar.train import all_sum, sync_gradients, token_mean
 from tests.advice.remedies import advised, default_group
 from tests.comm.cases import impatient
 
@@ -113,6 +114,42 @@ def test_a_run_starts_again_and_sums_gradients_before_every_step() -> None:
             return float(model(**EVERY[comm.rank]).loss.detach()) < LOSS
 
     assert run_threads(2, rank) == [True, True]
+
+
+def own_mean(x: Tensor, comm: Comm) -> Tensor:
+    return x.mean(0)
+
+
+def of_first_rank(x: Tensor, comm: Comm) -> Tensor:
+    return all_sum(x.mean(0) if not comm.rank else x.new_zeros(x.shape[1:]), comm)
+
+
+def test_a_buffer_is_made_from_the_tokens_of_all_ranks_or_broadcast() -> None:
+    rows = torch.arange(40.0).view(2, 5, 4)
+
+    def rank(comm: Comm, mean: Callable[[Tensor, Comm], Tensor]) -> Tensor:
+        model = copy.deepcopy(MODEL)
+        model.model.register_buffer("codes", torch.zeros(4))
+        with seqpar.parallelize(model, comm):
+            for _ in range(2):
+                model(**EVERY[comm.rank]).loss.backward()
+                model.zero_grad()
+                model.model.codes.lerp_(mean(rows[comm.rank], comm), 0.5)
+            model(**EVERY[comm.rank])
+        return model.model.codes
+
+    with advised(
+        UserWarning,
+        "make its changes from the tokens of all ranks, as by seqpar.train.token_mean, or broadcast it from one rank",
+    ):
+        run_threads(2, rank, own_mean)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole, first = run_threads(2, rank, token_mean), run_threads(2, rank, of_first_rank)
+    for found in whole:
+        assert torch.allclose(found, 0.75 * rows.flatten(0, 1).mean(0))
+    for found in first:
+        assert torch.allclose(found, 0.75 * rows[0].mean(0))
 
 
 def test_gradients_are_summed_before_a_scaler_looks_at_them() -> None:

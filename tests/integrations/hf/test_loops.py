@@ -100,6 +100,50 @@ def test_ranks_that_drift_apart_are_told_once() -> None:
     assert "differs by up to 0.001 between rank 0 and rank 1, though gradients were summed" in texts[0]
 
 
+def with_buffer(rank: int) -> Any:
+    """The model with a bias of a router, by which ranks differ."""
+    own = copy.deepcopy(MODEL)
+    own.model.register_buffer("bias", torch.full((4,), float(rank)))
+    own.model.register_buffer("cache", torch.full((4,), float(rank)), persistent=False)
+    own.model.register_buffer("count", torch.tensor(rank))
+    return own
+
+
+def test_other_buffers_at_the_first_forward_are_an_error_on_every_rank() -> None:
+    def rank(comm: Comm) -> None:
+        own = with_buffer(comm.rank)
+        with seqpar.parallelize(own, comm):
+            with pytest.raises(ValueError, match="model.bias differs by up to 1 .* nothing has trained yet; load the"):
+                own(**EVERY[comm.rank])
+            own.model.bias.fill_(0.0)
+            own(**EVERY[comm.rank]).loss.backward()
+
+    with told(0):
+        run_threads(RANKS, rank)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_ranks_change_apart_is_told_once_and_weights_stay_compared(in_place: bool) -> None:
+    def rank(comm: Comm) -> None:
+        own = with_buffer(0)
+        with seqpar.parallelize(own, comm):
+            for _ in range(4):
+                own(**EVERY[comm.rank]).loss.backward()
+                own.zero_grad()
+                if in_place:
+                    own.model.bias += comm.rank
+                else:
+                    own.model.bias = own.model.bias + comm.rank
+            with torch.no_grad():
+                own.lm_head.weight += comm.rank
+            with pytest.raises(ValueError, match="lm_head.weight differs by up to 1"):
+                own(**EVERY[comm.rank])
+
+    with told(1) as texts:
+        run_threads(RANKS, rank)
+    assert "model.bias differs by up to 1 between rank 0 and rank 1: it is a buffer" in texts[0]
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
