@@ -70,7 +70,7 @@ def hashed(x: Tensor) -> Tensor:
     """A hash of the elements in their order, int64 on x's device; overflow wraps, so any order of additions will do."""
     bits = x.detach().double().reshape(-1).view(torch.int64)
     mixed = ((bits ^ (bits >> 32)) + 1) * ODD
-    return (mixed * torch.arange(1, 2 * len(bits), 2, device=x.device)).sum()
+    return (mixed * torch.arange(1, 2 * len(bits) + 1, 2, device=x.device)).sum()
 
 
 def on_device(x: Tensor) -> bool:

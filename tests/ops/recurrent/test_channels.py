@@ -339,3 +339,5 @@ def test_no_channels_and_no_states() -> None:
     none = torch.ones(16, 0)
     assert recurrent.channel_scan(none, -none, plan, LocalComm()).shape == (16, 0)
     assert recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), keys=none).shape == (16, 2)
+    out = recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), rates=torch.ones(2, 0))
+    assert torch.equal(out, torch.zeros(16, 2))
