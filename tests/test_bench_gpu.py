@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import seqpar
-from bench.gpu import correct, graphs, lost, magi, nccl, needs, run
+from bench.gpu import correct, graphs, lost, magi, nccl, needs, profile, run
 from bench.gpu import machine as machines
-from bench.gpu.calls import OfKernel, Problem, Setup, errors, field
+from bench.gpu.calls import FORWARD, OfKernel, Problem, Setup, errors, field
 from bench.gpu.machine import Machine
-from bench.gpu.ring import Virtual
+from bench.gpu.ring import Virtual, virtual
 from bench.gpu.rows import Case, Results, Row
 from bench.gpu.step import SCHEDULES, Turn
 from bench.lib.virtual import Post
@@ -452,6 +452,39 @@ def test_lost_ranks_are_rehearsed(tmp_path: Path) -> None:
     path = tmp_path / "lost.jsonl"
     assert lost.main(["--rehearse", "--timeout", "4", "--json", str(path)]) == 0
     assert [(row["case"], row["ok"]) for row in rows_of(path)] == [("killed", True), ("stopped", True)]
+
+
+def test_a_profile_tells_launches_apart_by_their_sums_and_counts_gaps() -> None:
+    setup = Setup("causal", (64,), heads=2, kv_heads=1, dim=8, v_dim=8, dtype=torch.float32)
+    problem = Problem(setup, torch.device("cpu"))
+    many = virtual("zigzag", "ring", 2, Reference(), problem)
+    steps = [step for rank in many.ranks for step, *_ in rank.steps]
+    assert len(steps) == 4
+    events, at = [{"name": "spin_kernel", "cat": "kernel", "ts": 0.0, "dur": 5000.0}], 5000.0
+    for step in steps:  # a fill, a gap of a millisecond, and a launch of a microsecond for each pair
+        events.append({"name": "fill", "cat": "gpu_memset", "ts": at, "dur": 500.0})
+        events.append({"name": "forward", "cat": "kernel", "ts": at + 1500.0, "dur": float(step.area)})
+        at += 1500.0 + step.area
+    several = profile.kernels(events, rehearsal=False)
+    apart, rest = profile.launches(several, FORWARD, many)
+    assert [what for what, *_ in apart] == ["forward, own keys, first sums", "forward, received keys, last sums"] * 2
+    area = problem.made.area()
+    assert sum(pairs for _, pairs, _ in apart) == area and {each.name for each in rest} == {"fill"}
+    span = (at - 5000.0) / 1e3
+    fill, nothing = profile.rows(rest, "k", FORWARD, whole=several)
+    assert fill["what"] == "fill" and fill["launches"] == 4 and fill["ratio"] == pytest.approx(2.0 / span)
+    assert nothing["ms"] == pytest.approx(4.0)
+    one = [profile.Ran("forward", 0.0, area / 2e3)]  # at twice the rate
+    assert [row["ratio"] for row in profile.beside(apart, one, "k", FORWARD, area)] == [pytest.approx(0.5)] * 2
+    assert profile.launches(several[:-1], FORWARD, many) == ([], several[:-1])
+
+
+def test_a_profile_is_rehearsed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert run.main(["--rehearse", "--slice", "profile", "--case", "ring", "--json", str(path)]) == 0
+    found = rows_of(path)
+    assert {row["mode"] for row in found} >= {"forward, one launch", "forward, ranks", "backward, ranks"}
+    assert all(row["what"] and row["ms"] > 0 and "error" not in row for row in found if row["what"] != "nothing")
 
 
 def test_a_plan_that_is_frozen_into_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ The ratio is the time of the model as it was over the time of the parallel one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,36 @@ def model(tiny: bool) -> list[Case]:
     ]
 
 
+class Turn:
+    """A model's training step on one batch."""
+
+    def __init__(self, module: nn.Module, batch: dict[str, Tensor]) -> None:
+        self.module, self.batch = module, batch
+
+    def __call__(self) -> Tensor:
+        """The loss, after forward and backward."""
+        self.module.zero_grad()
+        loss = self.module(**self.batch, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def results(self) -> dict[str, Tensor]:
+        """The loss and all gradients."""
+        loss = self()
+        return {"loss": loss, "gradients": torch.cat([p.grad.flatten() for p in self.module.parameters()])}
+
+
+def turns(tiny: bool, tokens: int, documents: int, machine: Machine) -> dict[str, Turn]:
+    """A step of the model as it was, and of the parallel one. Raises: ImportError without transformers."""
+    plain = _built(tiny).to(machine.device, torch.bfloat16)
+    parallel = copy.deepcopy(plain)
+    seqpar.parallelize(parallel, seqpar.LocalComm())
+    ids = torch.randint(plain.config.vocab_size, (1, tokens), device=machine.device)
+    positions = torch.arange(tokens // documents, device=machine.device).repeat(documents)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    return {"plain": Turn(plain, batch), "parallel": Turn(parallel, batch)}
+
+
 def _built(tiny: bool) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -49,19 +79,11 @@ def _built(tiny: bool) -> nn.Module:
 
 def _timed(tiny: bool, tokens: int, documents: int, machine: Machine) -> Iterator[Row]:
     try:
-        plain = _built(tiny).to(machine.device, torch.bfloat16)
+        runs = turns(tiny, tokens, documents, machine)
     except ImportError as error:
         yield {"kernel": "auto", "mode": STEP, "skipped": f"needs transformers: {error}"}
         return
-    parallel = copy.deepcopy(plain)
-    seqpar.parallelize(parallel, seqpar.LocalComm())
-    ids = torch.randint(plain.config.vocab_size, (1, tokens), device=machine.device)
-    positions = torch.arange(tokens // documents, device=machine.device).repeat(documents)[None]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    runs: dict[str, Callable[[], Tensor]] = {
-        name: partial(_step, each, batch) for name, each in (("plain", plain), ("parallel", parallel))
-    }
-    found = {name: _results(run, each) for (name, run), each in zip(runs.items(), (plain, parallel))}
+    found = {name: run.results() for name, run in runs.items()}
     errors = {name: relative_rms(found["parallel"][name], want) for name, want in found["plain"].items()}
     off = [said for name, error in errors.items() if (said := verdict({name: error}, TOLERANCE[name]))]
     if off:
@@ -73,16 +95,3 @@ def _timed(tiny: bool, tokens: int, documents: int, machine: Machine) -> Iterato
         row = rate(times["parallel"]) | {"gbps": None, "errors": errors, "baseline": "the model as it was"}
         yield {"kernel": "auto", "mode": STEP, **row, "plain_ms": times["plain"].ms,
                "ratio": times["plain"].ms / times["parallel"].ms}  # fmt: skip
-
-
-def _step(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss, after forward and backward."""
-    module.zero_grad()
-    loss = module(**batch, use_cache=False).loss
-    loss.backward()
-    return loss.detach()
-
-
-def _results(run: Callable[[], Tensor], module: nn.Module) -> dict[str, Tensor]:
-    loss = run()
-    return {"loss": loss, "gradients": torch.cat([p.grad.flatten() for p in module.parameters()])}

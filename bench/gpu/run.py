@@ -50,6 +50,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     from bench.gpu.correct import correct
     from bench.gpu.model import model
     from bench.gpu.peer_comm import comm
+    from bench.gpu.profile import profile
     from bench.gpu.recurrent import recurrent
     from bench.gpu.ring import ring
     from bench.gpu.small import small
@@ -62,7 +63,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     return {
         "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring, "step": step,
         "accumulate": accumulate, "auto": auto, "model": model, "trees": trees, "recurrent": recurrent, "small": small,
-        "comm": comm, "host": host, "tune": tune,
+        "comm": comm, "host": host, "profile": profile, "tune": tune,
     }  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def _rows(machine: Machine, case: Case) -> list[Row]:
 
 def said(row: Row) -> str:
     """A row as a line to print."""
-    what = f"{row['kernel']:12}{row['mode']:24}{row.get('what') or ''} "
+    what = f"{row['kernel']:12}{row['mode']:23} {row.get('what') or ''} "
     for name in ("cut", "lost", "refused", "missed", "error", "skipped"):
         if name in row:
             return f"{what}{name}: {row[name]}"
