@@ -33,6 +33,7 @@ from seqpar.kernels.triton.config import Descriptor, configure, generation
 
 TOKENS = (16384, 4096, 8192, 32768, 65536, 131072)
 PACKED_TOKENS = (32768, 131072)
+OTHER_HEADS = ((96, 96, 16), (192, 128, 16), (256, 256, 8))  # dim, that of values, heads
 WINDOW = 4096
 TINY = 64
 Run = Callable[[], object]
@@ -100,6 +101,8 @@ def setups(tiny: bool) -> list[tuple[Setup, bool]]:
             for name in lengths.NAMES:
                 documents = tuple(lengths.packed(name, tokens).tolist())
                 result.append((Setup(name, documents, **made), tokens > 32768))
+    for dim, v_dim, heads in OTHER_HEADS:
+        result.append((Setup("causal", (16384,), heads=heads, kv_heads=heads, dim=dim, v_dim=v_dim), False))
     return result
 
 
