@@ -170,7 +170,7 @@ def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False
 def _joined(tensors: Sequence[Tensor], count: int, comm: Comm) -> Tensor:
     """The elements of tensors, end to end; of a single tensor its own memory, if they lie there so."""
     if len(tensors) == 1:
-        return tensors[0].resolve_conj().resolve_neg().reshape(-1)
+        return tensors[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
     return _filled(comm.empty((count,), tensors[0].dtype, tensors[0].device), tensors, count)
 
 

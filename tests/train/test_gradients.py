@@ -336,7 +336,7 @@ def test_a_sum_of_few_numbers_is_few_messages_with_the_same_bits(
 def of_views(comm: Comm, count: int) -> list[bool]:
     """Whether sums of tensors that do not lie in memory as they read are right, and leave them as they were."""
     z = torch.complex(*torch.randn(2, count, generator=torch.Generator().manual_seed(comm.rank)))
-    views = [z.conj(), z.conj().imag, z.real.view(-1, 2).T, z.real[:1].expand(3)]
+    views = [z.conj(), z.conj().imag, z.real.view(-1, 2).T, z.real[:1].expand(3), z.real[::2]]
     by_rank = comm.gather("views", [x.clone() for x in views])
     found = [all_sum(x, comm) for x in views]
     right = [torch.stack(several).sum(0) for several in zip(*by_rank)]
@@ -346,8 +346,23 @@ def of_views(comm: Comm, count: int) -> list[bool]:
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (2, 400_000), (3, 8), (3, 400_000)])
 def test_sums_of_views_are_right_and_leave_them(ranks: int, count: int) -> None:
-    for found in run_threads(ranks, of_views, count):
-        assert all(found), found
+    for direct in (True, False):
+        for found in run_threads(ranks, of_views, count, direct=direct):
+            assert all(found), found
+
+
+def of_expanded(comm: Comm) -> tuple[Tensor, Tensor]:
+    """A gradient that autograd has expanded, and a sum of such gradients of parameters."""
+    x, p = torch.ones(4, requires_grad=True), nn.Parameter(torch.zeros(4))
+    all_sum(x, comm).sum().backward()
+    p.grad = torch.ones(()).expand(4)
+    sync_gradients([p], comm)
+    return x.grad, p.grad
+
+
+def test_expanded_gradients_are_summed_over_processes() -> None:
+    for dx, dp in run_processes(2, of_expanded):
+        assert torch.equal(dx, torch.full((4,), 2.0)) and torch.equal(dp, torch.full((4,), 2.0))
 
 
 EXPERTS = 4
