@@ -182,7 +182,15 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
         ((*FIXED, "--dim", "0"), "seqpar plan: --dim must be at least 1, got 0\n"),
         (("--lengths", "5", "--window", "3,4"), "got window=(3, 4); give --full or LEFT,0\n"),
         (("--lengths", "5", "--window", "-1"), "--window is W or LEFT,RIGHT, of at least 0, got (-1, None)"),
-        (("--lengths", "99", "--max-tokens-per-rank", "3"), "of at most 24 tokens, or --recompute full\n"),
+        (
+            ("--lengths", "99", "--max-tokens-per-rank", "3"),
+            "of at most 24 tokens, or a larger --max-tokens-per-rank\n",
+        ),
+        (("--lengths", "9" * 7, "--ranks", "1", "--recompute", "none"), "tokens, or --recompute full\n"),
+        (
+            ("--lengths", "9" * 7, "--ranks", "1", "--recompute", "full"),
+            " ranks, or a batch (or one document) of at most ",
+        ),
         (("--lengths", "5,,2"), "--lengths, line 1: expected a number between commas, got '5,,2'"),
         ((*FIXED, "--model", "tiny"), "--model is for the planner; leave --layout out"),
         ((*FIXED, "--max-tokens-per-rank", "9"), "--max-tokens-per-rank is for the planner"),

@@ -169,6 +169,7 @@ FLAGS = {  # what errors say to Python, and the flag for it
     "window must be (left, right), each None or an integer of at least 0": "--window is W or LEFT,RIGHT, of at least 0",
     "give causal=False or right=0": "give --full or LEFT,0", ", several micro-batches (plan_step)": "",
     'recompute more (ModelShape recompute="full")': "--recompute full", "; or build a ModelShape": "",
+    "a larger max_tokens_per_rank": "a larger --max-tokens-per-rank",
 }  # fmt: skip
 
 

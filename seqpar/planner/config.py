@@ -149,8 +149,9 @@ def _recurrent(c: _Config, values: Mapping[str, Any], types: list[str]) -> dict[
         layer = RecurrentLayer.short_convolution(hidden, taps=c.need("conv_L_cache"))
     elif c.kind in SELECTIVE:
         rank = c.get("mamba_dt_rank", "time_step_rank", default="auto")
+        inner = c.get("mamba_expand", "expand", default=2) * hidden
         layer = RecurrentLayer.mamba(
-            hidden, inner=c.get("mamba_expand", "expand", default=2) * hidden,
+            hidden, inner=c.get("intermediate_size", default=inner) if c.kind in UNATTENDED else inner,
             state=c.need("mamba_d_state", "state_size"), rank=-(-hidden // 16) if rank == "auto" else rank,
             taps=c.need("mamba_d_conv", "conv_kernel"),
         )  # fmt: skip

@@ -128,12 +128,19 @@ class Problem:
                 f"no row fits: {memory.fixed / 1e9:.1f} GB of buffers and gathered weights leave nothing of "
                 f"{memory.usable / 1e9:.1f} GB a rank; give a machine with more memory or a smaller reserve"
             )
+        ways = [f"at least {-(-tokens // most)} ranks", "several micro-batches (plan_step)"]
         return (
             f"{tokens:,} tokens on {ranks} ranks are {-(-tokens // ranks):,} a rank, and a rank holds at most "
-            f"{most:,}; give at least {-(-tokens // most)} ranks, a batch (or one document) of at most "
-            f"{most * ranks:,} tokens, several micro-batches (plan_step), or recompute more (ModelShape "
-            'recompute="full")'
+            f"{most:,}; give {self.one_of(*ways, f'a batch (or one document) of at most {most * ranks:,} tokens')}"
         )
+
+    def one_of(self, *ways: str) -> str:
+        """Ways out for a batch that does not fit, and what lets a rank hold more rows."""
+        if self.most < self.memory.rows:
+            ways += ("a larger max_tokens_per_rank",)
+        elif self.model.recompute != RECOMPUTE[-1]:
+            ways += ('recompute more (ModelShape recompute="full")',)
+        return f"{', '.join(ways[:-1])}, or {ways[-1]}"
 
 
 def lengths_in(batch: ArrayLike | Mask) -> Ints:
@@ -141,10 +148,12 @@ def lengths_in(batch: ArrayLike | Mask) -> Ints:
     return batch.lengths if isinstance(batch, Mask) else lengths_of("lengths", batch)
 
 
-def _masks_of_layers(mask: Mask, masks: object, shape: ModelShape) -> list[Mask]:
+def _masks_of_layers(mask: Mask, masks: object, shape: ModelShape) -> Mask | list[Mask]:
     """A batch's mask with the windows of the model's layers."""
     if masks is not None:
         raise ValueError(f"the batch is given as {mask!r}, and masks besides; give one of the two")
+    if not shape.attention_count:
+        return mask
     return [each for window, count in shape.window_groups() for each in [mask.windowed((window, None))] * count]
 
 
@@ -186,7 +195,7 @@ def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelSh
         counts: dict[Mask, int] = {}
         for mask in masks:
             counts[mask] = counts.get(mask, 0) + 1
-        groups = list(counts.items())
+        groups = list(counts.items()) or [(Mask(lengths), 0)]
     for mask, _ in groups:
         if not np.array_equal(mask.lengths, lengths) or mask.kv_lengths is not mask.lengths:
             raise ValueError(f"every mask must have the batch's documents, with as many keys as queries, got {mask!r}")

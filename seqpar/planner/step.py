@@ -89,10 +89,10 @@ def _most(problem: Problem) -> int:
     if not most:
         raise ValueError(problem.refusal(tokens))
     if tokens > most * ranks:
+        ways = problem.one_of(f"at least {-(-tokens // most)} ranks", f"documents of at most {most * ranks:,} tokens")
         raise ValueError(
             f"document {longest} has {tokens:,} tokens, and a micro-batch holds at most {most * ranks:,}, {most:,} on "
-            f"each of {ranks} ranks; give at least {-(-tokens // most)} ranks, documents of at most {most * ranks:,} "
-            'tokens, or recompute more (ModelShape recompute="full")'
+            f"each of {ranks} ranks; give {ways}"
         )
     return most
 

@@ -29,7 +29,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
 from seqpar.comm.sums import HALVES, add_in_order
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, errors_on_all_ranks
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
 
@@ -49,10 +49,13 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
     Raises: ValueError for booleans, and if ranks differ in shape, dtype or requires_grad; NotImplementedError for
     nested, sparse and quantized tensors, 8-bit floating and wide unsigned dtypes; on every rank, before any byte moves.
     """
+    _check_comm("all_sum", comm)
     with errors_on_all_ranks("all_sum", comm):
         if not isinstance(x, Tensor):
             raise TypeError(f"all_sum: x must be a tensor, got {x!r:.200}")
         check_dense("all_sum", [x])
+        if x.is_meta:
+            raise ValueError("x is on the meta device, which holds no values to sum")
         if x.dtype == torch.bool:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
         if x.dtype in UNSIGNED:
@@ -82,10 +85,13 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
 
     NaN if no row counts on any rank. Raises: as `all_sum`, and ValueError for a `keep` that does not match x's rows.
     """
+    _check_comm("token_mean", comm)
     with errors_on_all_ranks("token_mean", comm):
         if not isinstance(x, Tensor):
             raise TypeError(f"token_mean: x must be a tensor, got {x!r:.200}")
         check_dense("token_mean", [x])
+        if not (keep is None or isinstance(keep, Tensor)):
+            raise TypeError(f"token_mean: keep must be a tensor, got {keep!r:.200}")
         if x.dim() == 0 or not (keep is None or (keep.dtype == torch.bool and keep.shape == x.shape[:1])):
             rows = None if keep is None else f"{keep.dtype}{list(keep.shape)}"
             raise ValueError(f"x {list(x.shape)}, keep {rows}, expected [T, ...] and bool [T]")
@@ -96,6 +102,11 @@ def token_mean(x: Tensor, comm: Comm, *, keep: Tensor | None = None) -> Tensor:
     # one exchange for both: the count follows the sums
     total = all_sum(torch.cat([wide.sum(0).reshape(-1), count]), comm)
     return (total[:-1] / total[-1]).view(x.shape[1:])
+
+
+def _check_comm(what: str, comm: object) -> None:
+    if not isinstance(comm, Tensor):  # a handle of it
+        check_comm(what, comm)
 
 
 def _run(xs: Sequence[Tensor], values: Sequence[Any], grads: Sequence[bool]) -> tuple[list[Tensor], tuple[()], Record]:

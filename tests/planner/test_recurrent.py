@@ -18,7 +18,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.plan import travel
 from seqpar.plan.recurrence import LayerBytes, RecurrentLayer
 from seqpar.plan.runs import DocumentRuns
-from seqpar.planner import Hardware, ModelShape, plan_batch
+from seqpar.planner import Hardware, ModelShape, plan_batch, plan_step
 from seqpar.planner.carried import RecurrentWeights, carried_by, carried_of
 from seqpar.planner.cost import Weights, counted, ticks
 from seqpar.planner.memory import Memory
@@ -262,6 +262,12 @@ def test_a_model_without_attention_is_planned() -> None:
     assert shape.window_groups() == [(None, 0)]
     with pytest.raises(ValueError, match="masks has 2 masks for the 0 layers with attention"):
         plan_batch([5], 1, model=shape, hardware=H100, masks=[Mask([5])] * 2)
+    lengths, tree = [5000, 3000, 10], Mask.shared_prefix([(20, [5, 7])])
+    of_mask = plan_batch(Mask(lengths), 3, model=shape, hardware=H100)
+    of_none = plan_batch(lengths, 3, model=shape, hardware=H100, masks=[])
+    assert of_mask.digest() == of_none.digest() == plan_batch(lengths, 3, model=shape, hardware=H100).digest()
+    assert plan_batch(tree, 2, model=shape, hardware=H100).mask == tree
+    assert [m.plan.mask for m in plan_step(Mask(lengths), 3, model=shape, hardware=H100)] == [Mask(lengths)]
 
 
 def test_plans_of_models_without_recurrences_have_no_such_phase() -> None:
@@ -343,7 +349,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_multiple_of": 16},
     "Lfm3": {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8},
     "Mamba": {"hidden_size": 64, "state_size": 8, "vocab_size": 99, "num_hidden_layers": 3},
-    "FalconMamba": {"hidden_size": 64, "state_size": 8, "vocab_size": 99, "num_hidden_layers": 3},
+    "FalconMamba": {
+        "hidden_size": 64, "state_size": 8, "vocab_size": 99, "num_hidden_layers": 3, "expand": 16,
+        "intermediate_size": 96,
+    },
     "Jamba": {"num_hidden_layers": 9, "mamba_d_state": 8, "num_experts": 4},
     "RecurrentGemma": {"num_hidden_layers": 5, "lru_width": 96},
     "MiniMax": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},

@@ -417,6 +417,8 @@ def mistaken(comm: Comm) -> list[str]:
         lambda: token_mean(torch.ones(2, 3), comm, keep=torch.ones(2)),
         lambda: token_mean(torch.ones(2, 3), comm, keep=torch.ones(2 + comm.rank, dtype=torch.bool)),
         lambda: all_sum(torch.ones(2, dtype=torch.uint16), comm),
+        lambda: all_sum(torch.ones(2, device="meta"), comm),
+        lambda: token_mean(torch.ones(2), comm, keep=[True, False]),
         lambda: token_mean([1.0, 2.0], comm),  # type: ignore[arg-type]
     ):
         with pytest.raises((ValueError, NotImplementedError, TypeError)) as raised:
@@ -431,7 +433,11 @@ def test_sums_of_what_has_none_are_refused() -> None:
     assert "torch.float32[2]" in first[1] and first[1] == last[1]
     assert "rank 1 refused" in first[2] and "torch.bool[3]" in last[2]
     assert "all_sum of torch.uint16" in first[3] and "give x.long()" in last[3]
-    assert "x must be a tensor" in first[4] and first[4] == last[4]
+    assert "holds no values to sum" in first[4] and "keep must be a tensor" in first[5]
+    assert "x must be a tensor" in first[6] and first[4:] == last[4:]
+    for call in (lambda: all_sum(torch.ones(2), None), lambda: token_mean(torch.ones(2), None)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="got None for its comm; give it a seqpar.GroupComm"):
+            call()
 
 
 LOGITS = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
