@@ -371,7 +371,7 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
 
 def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
     """The placements with their counts, and where it may pay also with keys that enter a node once."""
-    rivals = []
+    rivals, placed = [], [_as_planned(p, layers[0][0].lengths) for p in placed]
     each = counted_each(layers, placed, ranks=ranks, node=node)
     for placement, plain in zip(placed, each, strict=True):
         once = None
@@ -381,3 +381,17 @@ def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> 
             once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)
         rivals.append(Candidate(placement, plain, once))
     return rivals
+
+
+def _as_planned(placement: Placement, lengths: Ints) -> Placement:
+    """A placement with width 1 for documents on one rank, as `Plan` has them where documents differ in width.
+
+    Only documents with fewer tokens than their width can lie on one rank.
+    """
+    pieces, widths, _ = placement
+    if not (lengths < widths).any() or (widths == widths[0]).all():
+        return placement
+    first, last = np.full(widths.size, np.iinfo(np.int64).max), np.full(widths.size, -1)
+    np.minimum.at(first, pieces.document, pieces.rank)
+    np.maximum.at(last, pieces.document, pieces.rank)
+    return placement._replace(widths=np.where(first == last, 1, widths))

@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
-from seqpar.planner import Hardware, Link, ModelShape, plan_batch
+from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
+from seqpar.planner.cost import counted, ticks
+from seqpar.planner.problem import Problem
+from seqpar.planner.scale import weights_for
 from tests.cases import examples
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
@@ -204,3 +207,21 @@ def test_a_document_that_a_node_can_hold_stays_in_it() -> None:
     # one is too much for a node; ends of ranks cut a few that are short
     assert np.sort(cut)[-1] == lengths.max() and np.sort(cut)[-2] < 1500 and cut.size < 12
     assert plan.forecast.gap < 0.02
+
+
+def test_a_forecast_counts_a_document_on_one_rank_with_the_width_that_its_plan_has() -> None:
+    """Short documents beside others of some width, where attention is all that takes time."""
+    slow = Attention(rate=1e4, backward_rate=1e4, piece=0.0, query_pairs=0.0, key_pairs=0.0, stage=0.0)
+    machine = dataclasses.replace(VAST, attention=slow, inside=Link(0.0, 1e12), linear_rate=1e14)
+    model = dataclasses.replace(ModelShape.preset("tiny"), layers=2)
+    found = []
+    for lengths in ([2, 1, 2], [2, 2, 2, 1], [2, 1, 3, 2], [1, 2, 2, 4]):
+        plan = plan_batch(lengths, 8, model=model, hardware=machine, token_slack=1.0)
+        problem = Problem.of(lengths, 8, model=model, hardware=machine)
+        weights = weights_for(problem.layers, model, problem.hardware, stage_bytes=8 << 20)
+        counts = counted(problem.layers, plan.layout, widths=plan.widths, node=8, forwarded=False)
+        assert weights.second == plan.forecast.second
+        expected = ticks(counts, weights, stage_bytes=plan.stage_bytes).attention
+        assert (plan.forecast.ticks.attention == expected).all()
+        found.append(plan.widths.tolist())
+    assert any(1 in widths and max(widths) > 1 for widths in found)
