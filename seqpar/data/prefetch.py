@@ -14,6 +14,7 @@ import torch
 from seqpar.comm import Comm
 from seqpar.data.batch import Reading
 from seqpar.data.share import Planner, Share, choose, take
+from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Known, announce
 from seqpar.facts.value import whole
 from seqpar.ops.attention.ahead import derive
@@ -50,7 +51,7 @@ def prefetch(
     of a replicated source must end together). The other arguments are those of `share`.
 
     Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others;
-    ValueError on every rank for a loader that has written to a batch it gave before.
+    ValueError on every rank for a batch that its loader, or the loop, has written to since it was read.
     """
     depth = whole("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device, mtp_depth)
@@ -60,7 +61,7 @@ def prefetch(
 def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, planner: Planner | None) -> Epoch[Share]:
     """The shares of one epoch."""
     with planning_thread() as thread:
-        ahead: deque[tuple[Known, list[int], Future[Any]] | Exception] = deque()
+        ahead: deque[tuple[Known, Snapshot, Future[Any]] | Exception] = deque()
         going = True
         while going or ahead:
             while going and len(ahead) <= depth:
@@ -74,25 +75,18 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
                 if known is None:
                     going = False
                 else:
-                    ahead.append((known, _versions(known), thread.submit(_chosen, known, comm, planner)))
+                    values = *known.own.tensors.values(), *known.own.others.values()
+                    ahead.append((known, Snapshot(values), thread.submit(_chosen, known, comm, planner)))
             if ahead:
                 item = ahead.popleft()
                 if isinstance(item, Exception):
                     raise item
-                known, versions, planned = item
+                known, snapshot, planned = item
                 chosen = planned.result()
-                if _versions(known) != versions:  # all ranks raise it, as an error of the planner
-                    chosen = ValueError(
-                        "prefetch: the loader has written to a batch that it gave before, and which was read ahead; "
-                        "yield new tensors for every batch, as a DataLoader does"
-                    )
+                if not snapshot.holds():  # all ranks raise it, as an error of the planner
+                    chosen = ValueError(OVERWRITTEN)
                 (only,) = take(known, comm, how, chosen)
                 yield only, not (going or ahead)
-
-
-def _versions(known: Known) -> list[int]:
-    """How often the tensors of this rank's batch have been written to, in place."""
-    return [x._version for x in known.own.tensors.values() if not x.is_inference()]
 
 
 def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:

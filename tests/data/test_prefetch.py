@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from seqpar import Plan
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.data import Share, back, prefetch, share
 from seqpar.data.prefetch import planning_thread
 from seqpar.testing import run_processes, run_threads
@@ -195,6 +196,45 @@ class Failing:
     def __iter__(self) -> Iterator[Any]:
         yield {"input_ids": torch.arange(1, 4)[None]}
         raise ZeroDivisionError
+
+
+def reusing(name: str, fill: Callable[[Tensor, int], object]) -> Iterator[dict[str, Tensor]]:
+    """Batches of which one entry lies in memory that is filled anew."""
+    memory = torch.zeros(1, 3, dtype=torch.int64)
+    for n in range(4):
+        fill(memory, n)
+        yield {"input_ids": torch.full((1, 3), n), name: memory}
+
+
+def by_numpy(memory: Tensor, n: int) -> None:
+    memory.numpy().fill(n)  # unseen by the tensor's version
+
+
+@pytest.mark.parametrize("fill", [Tensor.fill_, by_numpy])
+@pytest.mark.parametrize("name", ["shift_labels", "weight", "kept"])
+def test_a_batch_that_its_loader_fills_anew_is_an_error(name: str, fill: Callable[[Tensor, int], object]) -> None:
+    def rank(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="a batch that was read ahead has been written to since"):
+            list(prefetch(reusing(name, fill), comm, plan=ring, keep=["kept"]))
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_loop_may_write_to_its_own_part_of_a_tensor_that_all_batches_are_parts_of(padded: bool) -> None:
+    ids, old = torch.randint(1, 64, (4, 12)), torch.zeros(4, 12)
+    more = {"attention_mask": torch.ones(1, 12, dtype=torch.int64)} if padded else {}
+    batches = [{"input_ids": ids[k : k + 1], "old": old[k : k + 1], **more} for k in range(4)]
+    seen = []
+    for k, each in enumerate(prefetch(batches, LocalComm(), plan=ring)):
+        seen.append(float(each.tensors["old"].sum()))
+        old[k] = torch.nan
+    assert seen == [0.0] * 4 and old.isnan().all()
+
+
+def test_values_that_are_no_numbers_are_not_taken_for_written() -> None:
+    batches = [{"input_ids": IDS[:1], "weight": torch.full((1, 4), torch.nan)} for _ in range(3)]
+    assert len(list(prefetch(batches, LocalComm(), plan=ring))) == 3
 
 
 def test_a_depth_that_differs_is_named() -> None:

@@ -7,7 +7,7 @@ the calling thread, between two forwards, so collectives are the same on every r
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from seqpar.comm import Comm
 from seqpar.data.prefetch import Epoch, Loader, planning_thread
+from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen
 from seqpar.ops.core.agreement import gathering
@@ -92,16 +93,17 @@ def ahead(
     thread with each plan, to derive what the first layer needs. replicated: all ranks have the same batches.
 
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
-    all ranks if some loaders have ended and others have not.
+    all ranks if some loaders have ended and others have not, and after a loader has written to a batch it gave before.
     """
-    queue: deque[Any] = deque()
+    queue: deque[tuple[Any, Snapshot] | Exception] = deque()
     going = True
     with planning_thread() as thread:
         try:
             while going or queue:
                 while going and len(queue) <= depth:
                     try:
-                        batch, union, counts = _told(loader, comm, bring, replicated)
+                        waiting = [each[1] for each in queue if not isinstance(each, Exception)]
+                        batch, union, counts = _told(loader, comm, bring, waiting, depth=depth, replicated=replicated)
                     except Exception as failure:
                         queue.append(failure)
                         going = False
@@ -110,26 +112,30 @@ def ahead(
                         going = False
                     else:
                         plans.start(union, comm.size, thread, derive, brought=counts)
-                        queue.append(batch)
+                        queue.append((batch, Snapshot((batch or {}).values())))
                 if queue:
                     if isinstance(item := queue.popleft(), Exception):
                         raise item
-                    yield item, not (going or queue)
+                    yield item[0], not (going or queue)
         finally:
             plans.forget()
 
 
 def _told(
-    loader: Loader, comm: Comm, bring: Callable[[Any], tuple[Any, Ints]], replicated: bool
-) -> tuple[Any, Ints | None, Brought | None]:
+    loader: Loader, comm: Comm, bring: Callable[[Any], tuple[Any, Ints]], waiting: Sequence[Snapshot], *, depth: int,
+    replicated: bool,
+) -> tuple[Any, Ints | None, Brought | None]:  # fmt: skip
     """This rank's next batch, the lengths of all ranks' documents, and the number of documents of each rank.
 
-    The lengths are None if all loaders have ended, the numbers None for a replicated batch.
+    The lengths are None if all loaders have ended, the numbers None for a replicated batch. waiting: of the batches
+    that this rank's loader gave before.
     """
     batch, error = loader.next()
-    with gathering("prefetch: lengths of the next batches", comm) as lengths:
+    with gathering(f"prefetch(depth={depth}): lengths of the next batches", comm) as lengths:
         if error is not None:
             raise error
+        if not all(snapshot.holds() for snapshot in waiting):
+            raise ValueError(OVERWRITTEN)
         if not loader.ended:
             batch, lengths.own = bring(batch)
     every = lengths.every

@@ -215,7 +215,8 @@ class ParallelTransformer(ParallelModel):
         after that is another epoch over the same loader; one that begins in mid-epoch goes on with it.
 
         Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
-        ValueError on all ranks if some loaders have ended and others have not.
+        ValueError on all ranks if some loaders have ended and others have not, and after a loader has written to a
+        batch that it gave before: it must yield new tensors, as a DataLoader does.
         """
         how = Reading(self.fit.shift)
 

@@ -139,6 +139,40 @@ def test_loaders_that_end_apart_or_fail_are_told_by_every_rank() -> None:
         assert steps == 2 and "no such shard" in message
 
 
+def test_a_loader_that_fills_its_tensors_anew_is_told_by_every_rank() -> None:
+    """That of one rank; the other rank's is right."""
+    model, ids = build("llama"), torch.randint(1, 60, (3, 2, 9))
+
+    def rank(comm: Comm, device: str | None) -> str:
+        own, memory = copy.deepcopy(model), torch.zeros_like(ids[0])
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            for x in ids:
+                given = x if comm.rank else memory.copy_(x)
+                yield {"input_ids": given, "labels": given}
+
+        with seqpar.parallelize(own, comm) as handle, pytest.raises(ValueError) as raised:
+            for batch in handle.prefetch(batches(), device=device):
+                own(**batch)
+        return str(raised.value)
+
+    for device in (None, "cpu"):
+        assert all("a batch that was read ahead has been written to" in said for said in run_threads(2, rank, device))
+
+
+def test_a_depth_that_differs_is_named_on_every_rank() -> None:
+    model = build("llama")
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm) as handle, pytest.raises(ValueError) as raised:
+            for batch in handle.prefetch(loader(comm.rank, 4), depth=1 + comm.rank):
+                own(**batch)
+        return str(raised.value)
+
+    assert all("depth=1" in said and "depth=2" in said for said in run_threads(2, rank))
+
+
 def test_a_short_batch_that_comes_again_is_planned_once() -> None:
     model = build("llama")
 
