@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
@@ -73,10 +74,16 @@ class _Claim(NamedTuple):
     @classmethod
     def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
         """This rank's announcement."""
-        shapes = tuple((local(p).shape, p.dtype, p.device.type, is_dtensor(p)) for p in parameters)
+        shapes = tuple([_shape(p) for p in parameters])
         marks = Marks(parameters)
         flags = [p.grad is not None for p in parameters]
         return cls(_digest(shapes, bucket_bytes), flags, marks.repeated(), marks.growing())
+
+
+def _shape(p: Tensor) -> tuple[Any, ...]:
+    """What ranks compare of a parameter."""
+    part = local(p)
+    return part.shape, part.dtype, part.device.type, part is not p
 
 
 @lru_cache(maxsize=16)
@@ -144,9 +151,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
         if asked and flat[sum(grad.numel() for grad in grads) - 1]:
             return False
         sums = [_grad(p) for p in bucket]
-        sizes = [grad.numel() for grad in sums]
-        pieces = flat.split([*sizes, flat.numel() - sum(sizes)])
-        torch._foreach_copy_(sums, [piece.view(grad.shape) for piece, grad in zip(pieces, sums)])
+        torch._foreach_copy_(sums, _unflatten_dense_tensors(flat, sums))
         marked.took(bucket)
     marked.watch()
     return True
@@ -154,9 +159,11 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
 
 def _grad(p: Tensor) -> Tensor:
     """The local part of a parameter's gradient, to be written; set as its gradient, if it had none that can be."""
-    if p.grad is None or not _is_writable(local(p.grad)):
+    grad = None if p.grad is None else local(p.grad)
+    if grad is None or not _is_writable(grad):
         p.grad = torch.zeros_like(p, requires_grad=False)
-    return local(p.grad)
+        grad = local(p.grad)
+    return grad
 
 
 def _is_writable(x: Tensor) -> bool:

@@ -42,8 +42,9 @@ class Sum:
     def took(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters as part of the sum."""
         for p in parameters:
-            assert p.grad is not None
-            _sums[p.grad] = self, version(p.grad)
+            grad = p.grad
+            assert grad is not None
+            _sums[grad] = self, version(grad)
 
     def watch(self) -> None:
         """Detect the next backward's additions, with hooks that go away with it or with the gradients."""
@@ -95,7 +96,7 @@ class Marks:
     """The marks on the gradients of some parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._grads = [p.grad for p in parameters if p.grad is not None]
+        self._grads = [grad for p in parameters if (grad := p.grad) is not None]
         self._sums = [_sums.get(grad) for grad in self._grads]
 
     def repeated(self) -> bool:
