@@ -186,10 +186,14 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
             ("--lengths", "99", "--max-tokens-per-rank", "3"),
             "of at most 24 tokens, or a larger --max-tokens-per-rank\n",
         ),
-        (("--lengths", "9" * 7, "--ranks", "1", "--recompute", "none"), "tokens, or --recompute full\n"),
+        (("--lengths", "80000", "--ranks", "1", "--recompute", "none"), "tokens, or --recompute full\n"),
         (
-            ("--lengths", "9" * 7, "--ranks", "1", "--recompute", "full"),
+            ("--lengths", "9" * 7, "--ranks", "1", "--recompute", "none"),
             " ranks, or a batch (or one document) of at most ",
+        ),
+        (
+            ("--lengths", "99999", "--ranks", "1", "--recompute", "none", "--max-tokens-per-rank", "9"),
+            " ranks, or a batch",
         ),
         (("--lengths", "5,,2"), "--lengths, line 1: expected a number between commas, got '5,,2'"),
         ((*FIXED, "--model", "tiny"), "--model is for the planner; leave --layout out"),

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VALUES = 1 << 16  # of a tensor that are compared, evenly spread; all of a tensor that has no more
+VALUES = 1 << 16  # of a batch that are compared, evenly spread over its tensors; all of those that have few
+FEWEST = 1 << 10  # of a tensor
+INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
+UNSIGNED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 OVERWRITTEN = (
     "prefetch: a batch that was read ahead has been written to since, as by a loader that fills the same tensors "
     "again; yield new tensors for every batch, as a DataLoader does"
@@ -20,21 +23,33 @@ class Snapshot:
 
     def __init__(self, values: Iterable[Any]) -> None:
         several = [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
-        dense = [x for x in several if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta]
-        self._tensors = [(x, _version(x), _some(x)) for x in dense if not x.is_quantized]
+        dense = [x for x in several if isinstance(x, Tensor) and _is_dense(x)]
+        self._most = max(FEWEST, VALUES // max(1, len(dense)))
+        self._tensors = [(x, _version(x), _some(x, self._most)) for x in dense]
 
     def holds(self) -> bool:
         """Whether the tensors have the same values, bit by bit."""
         return all(
-            (not x.is_cpu and _version(x) == version) or torch.equal(_some(x), some)
+            (not x.is_cpu and _version(x) == version) or torch.equal(_some(x, self._most), some)
             for x, version, some in self._tensors
         )
+
+
+def _is_dense(x: Tensor) -> bool:
+    dense = x.layout == torch.strided and not (x.is_meta or x.is_nested or x.is_quantized)
+    return dense and (x.is_floating_point() or x.is_complex() or x.dtype in INTEGERS | UNSIGNED)
 
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _some(x: Tensor) -> Tensor:
-    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat[:: max(1, -(-len(flat) // VALUES))].clone().view(torch.uint8)
+def _some(x: Tensor, most: int) -> Tensor:
+    """The bytes of at most so many values."""
+    x = x.detach().resolve_conj().resolve_neg()
+    step = max(1, -(-x.numel() // most))
+    if x.is_contiguous() or step == 1:
+        some = x.reshape(-1)[::step].clone()
+    else:  # which would copy all of it
+        some = x[torch.unravel_index(torch.arange(0, x.numel(), step, device=x.device), x.shape)]
+    return some.view(torch.uint8)

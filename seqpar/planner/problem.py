@@ -128,18 +128,23 @@ class Problem:
                 f"no row fits: {memory.fixed / 1e9:.1f} GB of buffers and gathered weights leave nothing of "
                 f"{memory.usable / 1e9:.1f} GB a rank; give a machine with more memory or a smaller reserve"
             )
-        ways = [f"at least {-(-tokens // most)} ranks", "several micro-batches (plan_step)"]
+        need = -(-tokens // ranks)
+        ways = [f"at least {-(-tokens // most)} ranks", f"a batch (or one document) of at most {most * ranks:,} tokens"]
+        if int(self.lengths.max()) <= most * ranks:
+            ways.insert(1, "several micro-batches (plan_step)")
         return (
-            f"{tokens:,} tokens on {ranks} ranks are {-(-tokens // ranks):,} a rank, and a rank holds at most "
-            f"{most:,}; give {self.one_of(*ways, f'a batch (or one document) of at most {most * ranks:,} tokens')}"
+            f"{tokens:,} tokens on {ranks} ranks are {need:,} a rank, and a rank holds at most {most:,}; give "
+            f"{self.one_of(*ways, need=need)}"
         )
 
-    def one_of(self, *ways: str) -> str:
-        """Ways out for a batch that does not fit, and what lets a rank hold more rows."""
-        if self.most < self.memory.rows:
+    def one_of(self, *ways: str, need: int) -> str:
+        """Ways out for a batch of so many rows a rank, and what lets a rank hold them, if anything does."""
+        if need <= self.memory.rows:
             ways += ("a larger max_tokens_per_rank",)
-        elif self.model.recompute != RECOMPUTE[-1]:
-            ways += ('recompute more (ModelShape recompute="full")',)
+        elif self.max_tokens_per_rank is None or need <= self.max_tokens_per_rank:
+            full = replace(self.model, recompute=RECOMPUTE[-1])
+            if need <= _memory(full, self.hardware).rows:
+                ways += ('recompute more (ModelShape recompute="full")',)
         return f"{', '.join(ways[:-1])}, or {ways[-1]}"
 
 

@@ -89,10 +89,10 @@ def _most(problem: Problem) -> int:
     if not most:
         raise ValueError(problem.refusal(tokens))
     if tokens > most * ranks:
-        ways = problem.one_of(f"at least {-(-tokens // most)} ranks", f"documents of at most {most * ranks:,} tokens")
+        ways = f"at least {-(-tokens // most)} ranks", f"documents of at most {most * ranks:,} tokens"
         raise ValueError(
             f"document {longest} has {tokens:,} tokens, and a micro-batch holds at most {most * ranks:,}, {most:,} on "
-            f"each of {ranks} ranks; give {ways}"
+            f"each of {ranks} ranks; give {problem.one_of(*ways, need=-(-tokens // ranks))}"
         )
     return most
 

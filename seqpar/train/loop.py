@@ -4,8 +4,10 @@ At each forward, ranks compare a hash of some weights while they announce their 
 
     at the first forward, or of new parameters  other weights were loaded or drawn: an error
     after a backward without a sum              the optimizer stepped by each rank's own share: an error
-    in a buffer                                 each rank has changed it by its own tokens: a warning
     else                                        ranks drift apart, by operations that are not deterministic: a warning
+
+They compare a hash of some buffers too; if that differs, each rank has changed them by its own tokens, and a warning
+tells it.
 
 The host waits for no GPU, except until ranks have agreed once: later it is the hash of the forward before, which the
 GPU has long computed. Hooks on the sampled parameters detect a backward; by these hooks `sync_gradients` finds the
@@ -28,10 +30,10 @@ from seqpar.comm import Comm
 from seqpar.comm.protocol import DEAD, PeerError
 from seqpar.facts.value import Ints
 from seqpar.train.dtensor import global_rank
-from seqpar.train.weights import Fingerprint, Sampled, difference, sampled, spread, values, versions
+from seqpar.train.weights import BufferPlace, Latest, Sampled, buffer_places, difference, held, sampled, spread, values
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp
 
-WEIGHTS = "weights"
+WEIGHTS, BUFFERS = "weights", "buffers"
 
 
 class Loop:
@@ -45,13 +47,12 @@ class Loop:
         self._ranks = frozenset(comm.gather("parallelize: ranks of meshes", global_rank()))
         self._sample: list[Sampled] = []
         self._hooks: list[RemovableHandle] = []
-        self._versions: list[int] = []  # when the fingerprint was taken
-        self._fingerprint: Fingerprint | None = None
+        self._places: list[BufferPlace] | None = []  # of buffers; None once ranks were told that these differ
+        self._latest = {WEIGHTS: Latest(), BUFFERS: Latest()}
         self._unsummed: set[int] = set()  # ids of parameters whose gradients were not summed since a backward
         self._known: set[int] = set()  # ids of the parameters at the time of sampling
         self._grown = False  # whether other parameters have appeared
         self._agreed = False  # whether ranks have had equal weights once
-        self._buffers = True  # whether buffers are compared
         self._trains = False  # whether there was a backward
         self._count = -1  # number of parameters on which ranks agreed
         self._wrapped = False  # whether a wrapper reduces the gradients
@@ -66,15 +67,16 @@ class Loop:
         Raises: as `Comm.gather`; ValueError on every rank if weights differ at the first call, or because gradients
         were not summed.
         """
-        more = {} if self._quiet else {WEIGHTS: self._hash()}
-        gathered = None
+        more = {} if self._quiet else self._hashes()
+        gathered, differing = None, ""
         try:
             gathered = self._gather(what, value, error, dict(facts) | more)
         except ValueError as refused:
-            if getattr(refused, "differing", None) != WEIGHTS:
+            differing = getattr(refused, "differing", "")
+            if differing not in more:
                 raise
         if gathered is None:  # outside the except clause: its error, about digests, would be printed above this one's
-            self._compare(what)
+            (self._compare if differing == WEIGHTS else self._compare_buffers)(what)
             gathered = self._gather(what, value, error, facts)
         if not self._agreed:
             self._agreed = True
@@ -146,29 +148,27 @@ class Loop:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._sample, self._fingerprint, self._unsummed = [], [], None, set()
+        self._hooks, self._sample, self._latest[WEIGHTS], self._unsummed = [], [], Latest(), set()
 
-    def _hash(self) -> str:
+    def _hashes(self) -> dict[str, str]:
+        """The hashes that ranks compare."""
         if self._count < 0 or self._grown or not all(each.stands() for each in self._sample):
             self._take()
-        before, now = self._fingerprint, versions(self._sample)
-        latest = Fingerprint(self._sample) if before is None or now != self._versions else before
-        self._fingerprint, self._versions = latest, now
-        if self._agreed and latest.late:
-            return "" if before is None else before.digest
-        return latest.digest
+        found = {WEIGHTS: self._latest[WEIGHTS].digest(self._sample, agreed=self._agreed)}
+        if self._places is not None:
+            found[BUFFERS] = self._latest[BUFFERS].digest(held(self._places), agreed=self._agreed)
+        return found
 
     def _take(self) -> None:
         """Sample the model: all parameters until ranks have agreed on them, later only a few."""
         self.close()
         every, self._grown = sampled(self.model, self._ranks), False
-        every = every if self._buffers else [each for each in every if not each.buffer]
-        self._known |= {id(each.tensor) for each in every}
-        count = sum([not each.buffer for each in every])
-        if count != self._count:  # new modules, such as adapters, whose weights were not compared yet
-            self._count, self._agreed = count, False
+        self._known |= {id(each.parameter) for each in every}
+        if len(every) != self._count:  # new modules, such as adapters, whose weights were not compared yet
+            self._count, self._agreed = len(every), False
         self._sample = spread(every) if self._agreed else every
-        trained = [each.tensor for each in spread(every) if each.trained]
+        self._places = None if self._places is None else buffer_places(self.model)
+        trained = [each.parameter for each in spread(every) if each.trained]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -177,12 +177,11 @@ class Loop:
 
     def _compare(self, what: str) -> None:
         """Find the weights behind unequal hashes, and raise or warn. A collective."""
-        stepped = {each.name for each in self._sample if id(each.tensor) in self._unsummed}
+        stepped = {each.name for each in self._sample if id(each.parameter) in self._unsummed}
         found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
         worst = difference([several for several, _ in found])
         if worst is None:
             return
-        buffers = {each.name for each in self._sample if each.buffer}
         told = f"{what}: {worst.name} differs by up to {worst.largest:.3g} between rank 0 and rank {worst.rank}"
         if not self._agreed:
             since = "parameters are new" if self._trains else "nothing has trained yet"
@@ -190,14 +189,6 @@ class Loop:
                 f"{told}, and {since}; load the same weights on every rank, or call "
                 "torch.manual_seed(0) before you create the model"
             )
-        if worst.name in buffers:
-            self._buffers = False
-            self._take()
-            self._warn(
-                f"{told}: it is a buffer that ranks have changed, as by their own tokens alone; make its changes from "
-                "the tokens of all ranks, as by seqpar.train.token_mean, or broadcast it from one rank"
-            )
-            return
         if any(worst.name in names for _, names in found) and not self._wrapped:
             raise ValueError(
                 f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "
@@ -212,6 +203,19 @@ class Loop:
         self._quiet = True
         self._warn(
             f"{told}, though gradients were summed: ranks drift apart, as by operations that are not deterministic"
+        )
+
+    def _compare_buffers(self, what: str) -> None:
+        """Find the buffers behind unequal hashes, and warn once. A collective."""
+        worst = difference(self.comm.gather(f"{what}: buffers", values(held(self._places or ()))))
+        if worst is None:
+            return
+        self._places = None
+        by = "" if math.isinf(worst.largest) else f" by up to {worst.largest:.3g}"
+        self._warn(
+            f"{what}: {worst.name} differs{by} between rank 0 and rank {worst.rank}: a buffer, which each rank has "
+            "loaded or changed by itself; broadcast it from one rank, and make its changes from the tokens of all "
+            "ranks, as by seqpar.train.token_mean"
         )
 
     def _warn(self, text: str) -> None:

@@ -1,15 +1,16 @@
-"""Whether ranks hold the same weights: a sample of parameters and buffers, and the place where ranks differ.
+"""Whether ranks hold the same weights and buffers: samples of both, and the place where ranks differ.
 
 Sampled are parameters that every rank should hold alike: plain ones, and DTensors with the same part on all of the
 comm's ranks, as with tensor parallelism beside the comm or as replicas of HSDP. Parameters that a wrapper shards over
-the comm's ranks (FSDP) are one tensor by construction, and left out. Of buffers, those that a checkpoint has and that
-hold fractions are sampled, such as a router's bias or a codebook; counters and caches are not.
+the comm's ranks (FSDP) are one tensor by construction, and left out. Of buffers, those are sampled that a checkpoint
+has and that hold fractions, such as a router's bias or a codebook: by their places, as each step may replace them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -20,51 +21,39 @@ from torch import Tensor, nn
 from seqpar.ops.core.compared import gap, on_device, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
-PARAMETERS, VECTORS, BUFFERS = 4, 2, 4  # matrices and vectors of each kind, trained and frozen; buffers
+PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
+BUFFERS = 8
 VALUES = 64  # of each tensor, evenly spread
 
 
 class Sampled(NamedTuple):
-    """A parameter or a buffer, and its place in a module; the sample is valid while it keeps that place."""
+    """A parameter, or a buffer, and its place in a module; the sample is valid while it keeps that place."""
 
     name: str
     module: nn.Module
     key: str
-    tensor: Tensor
-    trained: bool
-    buffer: bool = False
+    parameter: Tensor
+    trained: bool = False
 
     def stands(self) -> bool:
-        """Whether the tensor is still the module's, and a parameter still trained or frozen as before."""
-        if self.buffer:
-            return self.module._buffers.get(self.key) is self.tensor
+        """Whether the parameter is still the module's, and still trained or frozen as before."""
         now = self.module._parameters.get(self.key)
-        return now is self.tensor and now.requires_grad == self.trained
+        return now is self.parameter and now.requires_grad == self.trained
 
 
 def sampled(model: nn.Module, ranks: frozenset[int]) -> list[Sampled]:
-    """A model's parameters and buffers that all ranks should hold alike, each once. ranks: the comm's global ranks."""
-    several = itertools.chain(_comparable(model, ranks), _comparable_buffers(model))
-    return list({id(each.tensor): each for each in several}.values())
+    """A model's parameters that all ranks should hold alike, each once. ranks: the comm's global ranks."""
+    return list({id(each.parameter): each for each in _comparable(model, ranks)}.values())
 
 
 def spread(several: Sequence[Sampled]) -> list[Sampled]:
-    """A few trained and a few frozen parameters, both matrices and vectors, since optimizers may treat them apart.
-
-    And a few buffers.
-    """
-    parameters = [each for each in several if not each.buffer]
-    found = _spread([each for each in several if each.buffer], BUFFERS)
+    """A few trained and a few frozen parameters, both matrices and vectors, since optimizers may treat them apart."""
+    found = []
     for trained, matrices in itertools.product((True, False), repeat=2):
-        kind = [each for each in parameters if (each.trained, each.tensor.dim() > 1) == (trained, matrices)]
-        found += _spread(kind, PARAMETERS if matrices else VECTORS)
+        kind = [each for each in several if (each.trained, each.parameter.dim() > 1) == (trained, matrices)]
+        count = min(PARAMETERS if matrices else VECTORS, len(kind))
+        found += [kind[index * (len(kind) - 1) // max(1, count - 1)] for index in range(count)]
     return found
-
-
-def _spread(kind: list[Sampled], most: int) -> list[Sampled]:
-    """A few of a kind, from the first to the last."""
-    count = min(most, len(kind))
-    return [kind[index * (len(kind) - 1) // max(1, count - 1)] for index in range(count)]
 
 
 def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
@@ -77,20 +66,64 @@ def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
                 yield Sampled(f"{path}.{key}" if path else key, module, key, p, p.requires_grad)
 
 
-def _comparable_buffers(model: nn.Module) -> Iterator[Sampled]:
-    for path, module in model.named_modules():
-        for key, x in module._buffers.items():
-            if x is None or key in module._non_persistent_buffers_set or type(x) is not Tensor:
-                continue
-            if not x.is_floating_point() or x.itemsize == 1 or x.layout != torch.strided:
-                continue
-            if x.numel() and not (x.is_meta or x.is_inference()):  # a tensor of inference mode has no version
-                yield Sampled(f"{path}.{key}" if path else key, module, key, x, trained=False, buffer=True)
+class BufferPlace(NamedTuple):
+    """The place of a buffer in a module; it may hold none."""
+
+    name: str
+    module: nn.Module
+    key: str
 
 
-def versions(sample: Sequence[Sampled]) -> list[int]:
-    """The counters that every change in place advances, such as an optimizer step."""
-    return [version(each.tensor) for each in sample]
+def buffer_places(model: nn.Module) -> list[BufferPlace]:
+    """A few places of buffers that a checkpoint has and that ranks should hold alike."""
+    found = [
+        BufferPlace(f"{path}.{key}" if path else key, module, key)
+        for path, module in model.named_modules()
+        for key, x in module._buffers.items()
+        if key not in module._non_persistent_buffers_set and (x is None or _holds_fractions(x))
+    ]
+    count = min(BUFFERS, len(found))
+    return [found[index * (len(found) - 1) // max(1, count - 1)] for index in range(count)]
+
+
+def held(places: Sequence[BufferPlace]) -> list[Sampled]:
+    """The buffers that lie there now."""
+    found = [(place, place.module._buffers.get(place.key)) for place in places]
+    return [Sampled(*place, x) for place, x in found if x is not None and _holds_fractions(x)]
+
+
+def _holds_fractions(x: Tensor) -> bool:
+    """Whether x is a plain tensor of 16 bits or more that can be sampled; counters and caches of 8 bits are not."""
+    plain = type(x) is Tensor and x.layout == torch.strided and not (x.is_meta or x.is_nested)
+    return plain and x.is_floating_point() and x.itemsize > 1 and x.numel() > 0
+
+
+class Latest:
+    """The hash of a sample as ranks compare it at each forward: the present one, if the host need not wait for it."""
+
+    def __init__(self) -> None:
+        self._fingerprint: Fingerprint | None = None
+        self._seen: list[tuple[weakref.ref[Tensor], int | None]] = []  # tensors and versions when it was taken
+
+    def digest(self, sample: Sequence[Sampled], *, agreed: bool) -> str:
+        """The hash; after ranks have agreed once, on a device that of the forward before, "" if there is none."""
+        before, tensors = self._fingerprint, [each.parameter for each in sample]
+        latest = before if before is not None and self._as_seen(tensors) else Fingerprint(sample)
+        self._fingerprint, self._seen = latest, [(weakref.ref(x), _version(x)) for x in tensors]
+        if agreed and latest.late:
+            return "" if before is None else before.digest
+        return latest.digest
+
+    def _as_seen(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors of the last time, unchanged. An id would not do: new tensors get it again."""
+        return len(tensors) == len(self._seen) and all(
+            seen() is x and at is not None and at == _version(x) for (seen, at), x in zip(self._seen, tensors)
+        )
+
+
+def _version(x: Tensor) -> int | None:
+    """The counter that every change in place advances, such as an optimizer step; None for tensors without one."""
+    return None if x.is_inference() else version(x)
 
 
 def values(sample: Sequence[Sampled]) -> dict[str, Tensor]:
@@ -127,10 +160,10 @@ class Fingerprint:
 
 @torch.no_grad()
 def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
-    """Some values of each tensor by name, for every device and dtype."""
+    """Some values of each parameter by name, for every device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for each in sample:
-        flat = local(each.tensor.detach()).reshape(-1)
+        flat = local(each.parameter.detach()).reshape(-1)
         some = flat[:: -(-len(flat) // VALUES)]
         some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
         kinds.setdefault((some.device, some.dtype), {})[each.name] = some
@@ -138,7 +171,7 @@ def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
 
 
 class Difference(NamedTuple):
-    """The largest difference of two ranks' samples: the tensor's name, and the rank that differs from rank 0."""
+    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0."""
 
     name: str
     rank: int

@@ -140,7 +140,7 @@ def test_a_buffer_is_made_from_the_tokens_of_all_ranks_or_broadcast() -> None:
 
     with advised(
         UserWarning,
-        "make its changes from the tokens of all ranks, as by seqpar.train.token_mean, or broadcast it from one rank",
+        "broadcast it from one rank, and make its changes from the tokens of all ranks, as by seqpar.train.token_mean",
     ):
         run_threads(2, rank, own_mean)
     with warnings.catch_warnings():

@@ -14,6 +14,7 @@ from seqpar import Plan
 from seqpar.comm import Comm, LocalComm
 from seqpar.data import Share, back, prefetch, share
 from seqpar.data.prefetch import planning_thread
+from seqpar.data.snapshot import Snapshot
 from seqpar.testing import run_processes, run_threads
 from tests.data.cases import KINDS, make, ring
 
@@ -235,6 +236,23 @@ def test_a_loop_may_write_to_its_own_part_of_a_tensor_that_all_batches_are_parts
 def test_values_that_are_no_numbers_are_not_taken_for_written() -> None:
     batches = [{"input_ids": IDS[:1], "weight": torch.full((1, 4), torch.nan)} for _ in range(3)]
     assert len(list(prefetch(batches, LocalComm(), plan=ring))) == 3
+
+
+def test_a_snapshot_holds_until_values_change_however_they_lie() -> None:
+    kinds = [
+        torch.zeros(()), torch.zeros(0), torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(4, dtype=torch.bool),
+        torch.zeros(300, 300, 2), torch.zeros(300, 300, 2).permute(2, 0, 1), torch.zeros(3).expand(200_000, 3), torch.zeros(5, 5).T,
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), torch.zeros(3).to_sparse(), "text", None,
+        [torch.zeros(3)], torch.full((4,), torch.nan), torch.empty(4, dtype=torch.uint4),
+    ]  # fmt: skip
+    with torch.inference_mode():
+        kinds.append(torch.zeros(3))
+    assert Snapshot(kinds).holds()
+    for x in (*kinds[:8], kinds[12][0], kinds[13]):
+        snapshot = Snapshot(kinds)
+        if x.numel():
+            (x if 0 not in x.stride() else x[:1]).fill_(1)
+            assert not snapshot.holds(), x
 
 
 def test_a_depth_that_differs_is_named() -> None:

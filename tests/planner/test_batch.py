@@ -225,3 +225,22 @@ def test_a_forecast_counts_a_document_on_one_rank_with_the_width_that_its_plan_h
         assert (plan.forecast.ticks.attention == expected).all()
         found.append(plan.widths.tolist())
     assert any(1 in widths and max(widths) > 1 for widths in found)
+
+
+def test_what_does_not_fit_is_told_only_what_helps() -> None:
+    def said(lengths: list[int], ranks: int, **options: object) -> str:
+        with pytest.raises(ValueError) as raised:
+            plan_batch(lengths, ranks, **options)
+        return str(raised.value).partition("; give ")[2]
+
+    assert "micro-batches" not in said([100, 8], 3, max_tokens_per_rank=7), "the first document needs more itself"
+    assert said([10] * 6, 3, max_tokens_per_rank=7).endswith(
+        "at least 9 ranks, several micro-batches (plan_step), a batch (or one document) of at most 21 tokens, or a "
+        "larger max_tokens_per_rank"
+    )
+    assert plan_batch([10] * 6, 3, max_tokens_per_rank=20).mask.tokens == 60
+    one = dataclasses.replace(ModelShape.preset("llama-8b"), recompute="none")
+    assert said([80_000], 1, model=one).endswith('or recompute more (ModelShape recompute="full")')
+    assert plan_batch([80_000], 1, model=dataclasses.replace(one, recompute="full")).mask.tokens == 80_000
+    assert "recompute" not in said([800_000], 1, model=one), "that would not do either"
+    assert "larger" not in said([800_000], 1, model=one, max_tokens_per_rank=9)

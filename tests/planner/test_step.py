@@ -161,6 +161,7 @@ def test_a_model_by_name_recomputes_as_little_as_its_micro_batches_allow() -> No
     ("lengths", "options", "message"),
     [
         ([100, 900, 100], {"max_tokens_per_rank": 100}, "document 1 has 900 tokens.* at most 400.* at least 9 ranks"),
+        ([100, 900], {"max_tokens_per_rank": 100}, "9 ranks, documents of at most 400 tokens, or a larger max_"),
         ([100, 100, 300], {"max_tokens_per_rank": 100, "micro_batches": 1}, "micro_batches=1 .* give at least 2"),
         ([100, 100, 300], {"micro_batches": 4}, "micro_batches=4 for 3 documents"),
         ([100], {"micro_batches": 0}, "micro_batches must be an integer of at least 1"),

@@ -93,7 +93,7 @@ def ahead(
     thread with each plan, to derive what the first layer needs. replicated: all ranks have the same batches.
 
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
-    all ranks if some loaders have ended and others have not, and after a loader has written to a batch it gave before.
+    all ranks if some loaders have ended and others have not, and at once if a batch that was read ahead is overwritten.
     """
     queue: deque[tuple[Any, Snapshot] | Exception] = deque()
     going = True
@@ -105,6 +105,8 @@ def ahead(
                         waiting = [each[1] for each in queue if not isinstance(each, Exception)]
                         batch, union, counts = _told(loader, comm, bring, waiting, depth=depth, replicated=replicated)
                     except Exception as failure:
+                        if OVERWRITTEN in str(failure):  # on every rank; the batches before are not the loader's
+                            queue.clear()
                         queue.append(failure)
                         going = False
                         break

@@ -101,7 +101,7 @@ def test_ranks_that_drift_apart_are_told_once() -> None:
 
 
 def with_buffer(rank: int) -> Any:
-    """The model with a bias of a router, by which ranks differ."""
+    """The model with a bias of a router, by which ranks differ, and with what they may differ by."""
     own = copy.deepcopy(MODEL)
     own.model.register_buffer("bias", torch.full((4,), float(rank)))
     own.model.register_buffer("cache", torch.full((4,), float(rank)), persistent=False)
@@ -109,39 +109,78 @@ def with_buffer(rank: int) -> Any:
     return own
 
 
-def test_other_buffers_at_the_first_forward_are_an_error_on_every_rank() -> None:
+def trained(own: Any, comm: Comm, change: Callable[[Any], None], *, summed: bool = True) -> None:
+    """A few steps, and what changes buffers after each."""
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    for _ in range(4):
+        own(**EVERY[comm.rank]).loss.backward()
+        if summed:
+            sync_gradients(own.parameters(), comm)
+        optimizer.step()
+        optimizer.zero_grad()
+        change(own.model)
+
+
+def test_other_buffers_at_the_first_forward_are_told_once() -> None:
     def rank(comm: Comm) -> None:
         own = with_buffer(comm.rank)
         with seqpar.parallelize(own, comm):
-            with pytest.raises(ValueError, match="model.bias differs by up to 1 .* nothing has trained yet; load the"):
-                own(**EVERY[comm.rank])
-            own.model.bias.fill_(0.0)
-            own(**EVERY[comm.rank]).loss.backward()
-
-    with told(0):
-        run_threads(RANKS, rank)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_buffer_that_ranks_change_apart_is_told_once_and_weights_stay_compared(in_place: bool) -> None:
-    def rank(comm: Comm) -> None:
-        own = with_buffer(0)
-        with seqpar.parallelize(own, comm):
-            for _ in range(4):
-                own(**EVERY[comm.rank]).loss.backward()
-                own.zero_grad()
-                if in_place:
-                    own.model.bias += comm.rank
-                else:
-                    own.model.bias = own.model.bias + comm.rank
-            with torch.no_grad():
-                own.lm_head.weight += comm.rank
-            with pytest.raises(ValueError, match="lm_head.weight differs by up to 1"):
-                own(**EVERY[comm.rank])
+            trained(own, comm, lambda model: None)
 
     with told(1) as texts:
         run_threads(RANKS, rank)
-    assert "model.bias differs by up to 1 between rank 0 and rank 1: it is a buffer" in texts[0]
+    assert "model.bias differs by up to 1 between rank 0 and rank 1: a buffer" in texts[0]
+
+
+def in_place(model: Any, rank: int) -> None:
+    model.bias += rank
+
+
+def replaced(model: Any, rank: int) -> None:
+    model.bias = model.bias + rank
+
+
+def in_inference(model: Any, rank: int) -> None:
+    with torch.inference_mode():
+        model.bias = model.bias + rank
+
+
+def made_late(model: Any, rank: int) -> None:
+    if model.late is None and rank:
+        model.late = torch.ones(3)
+
+
+@pytest.mark.parametrize("change", [in_place, replaced, in_inference, made_late])
+def test_a_buffer_that_ranks_change_apart_is_told_once_and_weights_stay_compared(change: Any) -> None:
+    def rank(comm: Comm) -> None:
+        own = with_buffer(0)
+        own.model.register_buffer("late", None)
+        with seqpar.parallelize(own, comm):
+            trained(own, comm, lambda model: change(model, comm.rank))
+            with pytest.raises(ValueError, match="with gradients that were not summed over ranks"):
+                trained(own, comm, lambda model: change(model, comm.rank), summed=False)
+        with seqpar.parallelize(own, comm), pytest.raises(ValueError, match="nothing has trained yet; load the same"):
+            own(**EVERY[comm.rank])
+
+    with told(1) as texts:
+        run_threads(RANKS, rank)
+    assert "differs" in texts[0] and " between rank 0 and rank 1: a buffer, which each rank has" in texts[0]
+
+
+@pytest.mark.parametrize("change", [in_place, replaced, in_inference])
+def test_a_buffer_that_all_ranks_change_alike_is_told_nothing(change: Any) -> None:
+    def rank(comm: Comm) -> None:
+        own = with_buffer(0)
+        with seqpar.parallelize(own, comm) as handle:
+            trained(own, comm, lambda model: change(model, 1))
+            if not comm.rank:  # which then holds equal values in another tensor
+                with handle.local(), torch.inference_mode():
+                    own.model.bias = own.model.bias + 0.0
+                    own(**EVERY[0])
+            trained(own, comm, lambda model: None)
+
+    with told(0):
+        run_threads(RANKS, rank)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
