@@ -241,9 +241,9 @@ def test_values_that_are_no_numbers_are_not_taken_for_written() -> None:
 def test_a_snapshot_holds_until_values_change_however_they_lie() -> None:
     kinds = [
         torch.zeros(()), torch.zeros(0), torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(4, dtype=torch.bool),
-        torch.zeros(300, 300, 2), torch.zeros(300, 300, 2).permute(2, 0, 1), torch.zeros(3).expand(200_000, 3), torch.zeros(5, 5).T,
-        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), torch.zeros(3).to_sparse(), "text", None,
-        [torch.zeros(3)], torch.full((4,), torch.nan), torch.empty(4, dtype=torch.uint4),
+        torch.zeros(300, 300, 2), torch.zeros(300, 300, 2).permute(2, 0, 1), torch.zeros(3).expand(200_000, 3),
+        torch.zeros(5, 5).T, torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), torch.zeros(3).to_sparse(),
+        "text", [torch.zeros(3)], torch.full((4,), torch.nan), torch.empty(4, dtype=torch.uint4),
     ]  # fmt: skip
     with torch.inference_mode():
         kinds.append(torch.zeros(3))
