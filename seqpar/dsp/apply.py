@@ -23,7 +23,7 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
-from seqpar.dsp.trial import ENOUGH, Trial, to_try
+from seqpar.dsp.trial import COUNTS, ENOUGH, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
@@ -129,7 +129,7 @@ class Parallelized(ParallelModel):
         self._forwards += 1
         stack = self._stack()
         stack.append(state)
-        sizes = (space.key, model.training)
+        sizes = (space.key, tuple([module.training for module in seen.modules]))
         state.draws = None if sizes in seen.sizes else NoDraws(lambda: state.sharded, self.comm)
         try:
             with state.draws or nullcontext():
@@ -159,22 +159,22 @@ class Parallelized(ParallelModel):
         state.inside = ""
         state.changed |= changed
         state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
-        state.mixed += [(name, dim) for dim, mixed in (run.mixing or {}).items() if mixed]
+        state.mixed += [(name, dim, how) for dim, how in (run.mixing or {}).items() if how]
         if run.last or run.after != (None, None):
             state.note(out, whole=run.last)
         return out
 
     def _to_try(
         self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding, parts: int = 1
-    ) -> dict[str, bool]:  # fmt: skip
-        """The dimensions of a stage that no forward has tried on as many rows, each with False."""
+    ) -> dict[str, str]:  # fmt: skip
+        """The dimensions of a stage that no forward has tried on as many rows, each with ""."""
         if in_graph():  # selective recomputation would take a second call's results for the first one's
             return {}
         tried = getattr(state.model, SEEN).tried
         keys = {(name, dim, state.model.training): rows for dim, rows in to_try(block, grid, inside, parts).items()}
         due = {key: rows for key, rows in keys.items() if tried.get(key, 1) < min(rows, ENOUGH)}
         state.tried |= due
-        return {dim: False for _, dim, _ in due}
+        return {dim: "" for _, dim, _ in due}
 
     def _exit(self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         exit = self.spec.exit
@@ -196,7 +196,7 @@ class Parallelized(ParallelModel):
         state.inside = ""
         if trial is not None:
             mixed = trial.judge([out], lambda given: [forward(**given)])
-            state.mixed += [(exit.module, dim) for dim in mixed]
+            state.mixed += [(exit.module, dim, how) for dim, how in mixed.items()]
         out = grid.end([out], [exit.form], end, self.grad)[0]
         state.note(out, whole=True)
         return out
@@ -229,9 +229,10 @@ class Parallelized(ParallelModel):
         """The run of a stage: the current one, or the earlier one if backward recomputes it."""
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
-        storage = x.untyped_storage()
+        # parts of one tensor are inputs of forwards of their own
+        storage, key = x.untyped_storage(), (id(self), id(module), x.storage_offset(), x.shape, x.stride())
         if _in_backward():
-            run = getattr(storage, SEEN, {}).get((id(self), id(module)))
+            run = getattr(storage, SEEN, {}).get(key)
             if run is None:
                 raise RuntimeError(
                     f"{name} is recomputed from an input that is not the memory of the first time; checkpoint each "
@@ -247,9 +248,10 @@ class Parallelized(ParallelModel):
                 with agreement("random numbers before the first stage", self.comm, every=True) as call:
                     call.facts = {f"the input of {name}": ordered(x)}
         run = state.next(name, self.spec.exit)
-        if not hasattr(storage, SEEN):
-            setattr(storage, SEEN, {})
-        getattr(storage, SEEN)[id(self), id(module)] = run
+        if state.training:
+            if not hasattr(storage, SEEN):
+                setattr(storage, SEEN, {})
+            getattr(storage, SEEN)[key] = run
         return run
 
     # --- plans -------------------------------------------------------------------------------------------------------
@@ -308,13 +310,13 @@ class Parallelized(ParallelModel):
         what = type(state.model).__name__
         with agreement(f"a forward of {what}", self.comm, every=True) as call:
             if state.mixed:
-                name, dim = state.mixed[0]
+                name, dim, how = state.mixed[0]
+                when = "they move to other places or are fewer" if how == COUNTS else f"other rows of {dim} do"
                 remedy = (
                     f"list {dim} in the whole of its block" if name in self.names else f"leave {dim} out of its rest"
                 )
                 raise NotImplementedError(
-                    f"{name} mixes {dim}, along which ranks share its rows: rows change when other rows of {dim} do; "
-                    f"{remedy}"
+                    f"{name} {how} {dim}, along which ranks share its rows: rows change when {when}; {remedy}"
                 )
             getattr(state.model, SEEN).tried.update(state.tried)
             if self.comm.size > 1:

@@ -46,15 +46,16 @@ class StageRun(NamedTuple):
     first: bool  # the first forward of this shape
     seed: int  # of the forward; layers derive theirs from it
     parts: int  # number of parts, computed one after another
-    mixing: dict[str, bool] | None = None  # dimensions to try -> whether the stage mixes them, contrary to its spec
+    mixing: dict[str, str] | None = None  # dimensions to try -> how rows depend on each other, contrary to the spec
 
 
 class ForwardState:
     """The progress of one forward. Stages must come in the order of the plan.
 
     names: of all stages. seed: of this forward. changed: buffers that stages wrote to, in the first forward of a shape;
-    uneven: those among them that some rank did not write exactly once. mixed: stages, and dimensions that they mix
-    contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage that is being computed.
+    uneven: those among them that some rank did not write exactly once. mixed: stages, dimensions, and how rows depend
+    on each other there, contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage that
+    is being computed.
     ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
     """
 
@@ -67,7 +68,7 @@ class ForwardState:
         self.ended = self.first = False
         self.changed: dict[str, Tensor] = {}
         self.uneven: list[str] = []
-        self.mixed: list[tuple[str, str]] = []
+        self.mixed: list[tuple[str, str, str]] = []
         self.tried: dict[object, int] = {}
         self.inside = ""
         self.draws: NoDraws | None = None  # in the first forward of these sizes
@@ -190,14 +191,15 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
         if run.mixing:
             trial = Trial(module, block, grid, run.inside, list(run.mixing), arguments)
         outs = _called(module, block, forward, run, arguments)
-    if len(outs) != len(block.stream):
-        raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
-    for (name, form), out in zip(block.stream.items(), outs, strict=True):
-        grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
-    if skips and not grid.absent(run.inside):
-        _check_alike(block, run, arguments, outs)
+    with errors_on_all_ranks(run.name, grid.whole.comm) if skips else nullcontext():  # of which some make no outputs
+        if len(outs) != len(block.stream):
+            raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
+        for (name, form), out in zip(block.stream.items(), outs, strict=True):
+            grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
+        if skips and not grid.absent(run.inside):
+            _check_alike(block, run, arguments, outs)
     if trial is not None and run.mixing is not None:
-        run.mixing.update(dict.fromkeys(trial.judge(outs, partial(_called, module, block, forward, run)), True))
+        run.mixing.update(trial.judge(outs, partial(_called, module, block, forward, run)))
     return outs
 
 
@@ -247,15 +249,14 @@ def _skip(module: nn.Module, streams: Sequence[Tensor], arguments: Mapping[str, 
 
 
 def _check_alike(block: Block, run: StageRun, arguments: Mapping[str, Any], outs: Sequence[Tensor]) -> None:
-    """Raise on all ranks for outputs whose shape or dtype is not the input's, which a rank without rows takes over."""
+    """Raise for outputs whose shape or dtype is not the input's, which a rank without rows takes over."""
     for name, y in zip(block.stream, outs, strict=True):
         x = arguments[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            with errors_on_all_ranks(run.name, run.grid.whole.comm):
-                raise NotImplementedError(
-                    f"{run.name} gives {name} as {_said(y)} where it was {_said(x)}, which a rank without rows along "
-                    f"{run.inside} cannot know; give a planner that shards another dimension"
-                )
+            raise NotImplementedError(
+                f"{run.name} gives {name} as {_said(y)} where it was {_said(x)}, which a rank without rows along "
+                f"{run.inside} cannot know; give a planner that shards another dimension"
+            )
 
 
 def _said(x: Tensor) -> str:

@@ -7,6 +7,10 @@ where some are replaced by their neighbours. What comes out for the other rows m
     rows of t     x0  x1  x2  x3         x1  x1  x2  x0
     a stage       y0  y1  y2  y3         ..  y1  y2  ..      where it mixes other dimensions alone
 
+And all rows are moved by one place, and the last one is left out: the results must move with them, and stay. A stage
+that numbers or counts its rows by itself would do that of a rank's share. Not of stages that have tables of rows, which
+stay as they are, or remember tensors, which may be of rows; and not fewer rows where adapters know their number.
+
 Parameters that are zero, as gates and last layers are at the start of training, hide what they will multiply later; in
 the trial they have other values.
 """
@@ -28,12 +32,15 @@ from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
 from seqpar.nn.rounding import ROUGH, is_rough
-from seqpar.nn.saved_state import eager, saved
+from seqpar.nn.saved_state import OF_MODULES, eager, saved
 from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar")
 SMALL = 1e-3  # a parameter below this everywhere is given other values
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
+# Changes of rows: those of one parity replaced by the next ones; all moved by one place; the last one left out.
+EVEN, ODD, MOVED, FEWER = range(4)
+MIXES, COUNTS = "mixes", "counts the rows of"
 FILLED = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 Arguments = dict[str, Any]
 CallStage = Callable[[Arguments], Sequence[Tensor]]
@@ -71,14 +78,14 @@ class Trial:
         self.fixed = [*module.parameters(), *others]
         self.versions = [version_of(x) for x in self.fixed]
 
-    def judge(self, outs: Sequence[Tensor], call: CallStage) -> list[str]:
-        """The dimensions along which rows depend on each other, on this rank. All ranks with rows take part.
+    def judge(self, outs: Sequence[Tensor], call: CallStage) -> dict[str, str]:
+        """The dimensions along which rows depend on each other, on this rank, and how. All ranks with rows take part.
 
         outs: what the stage gave. call: the stage once more. A stage that writes to its weights, fails, or gives other
         results when it is called again, is not judged.
         """
         if [version_of(x) for x in self.fixed] != self.versions:
-            return []
+            return {}
         kept = [x.detach().clone() for x in outs]
         try:
             return self._mixed(call)
@@ -86,58 +93,85 @@ class Trial:
             raise
         except Exception as error:
             log.info("a stage of %s was not tried: %s: %s", self.block.modules, type(error).__name__, error)
-            return []
+            return {}
         finally:  # a stage may return the same memory in every call
             for x, y in zip(outs, kept, strict=True):
                 if not torch.equal(x.detach(), y):
                     x.data.copy_(y)
 
-    def _mixed(self, call: CallStage) -> list[str]:
+    def _mixed(self, call: CallStage) -> dict[str, str]:
         # as many calls on every rank, since a stage may wait for others inside
-        first = self._outs(call, self._rows())
-        others = [(dim, n, self._outs(call, self._rows(dim, n))) for dim in self.dims for n in (0, 1)]
+        block, first = self.block, self._outs(call, self._rows())
+        tables = {dim for form in block.buffers.values() for dim in form_of(form).names}
+        free = [dim for dim in self.dims if not (dim in tables or _remembers(self.module))]
+        ways = [(dim, way) for dim in self.dims for way in (EVEN, ODD)] + [(dim, MOVED) for dim in free]
+        found = [(dim, way, self._outs(call, self._rows(dim, way))) for dim, way in ways]
+        alone = not (block.attention or block.gathers or block.core)
+        counted = {dim: COUNTS for dim in free if alone and self._counts(call, first, dim)}
         if self._apart(first, self._outs(call, self._rows())):
-            return []
-        return [dim for dim, n, outs in others if self._apart(first, outs, dim, 1 - n)]
+            return {}
+        apart = [(dim, way) for dim, way, outs in found if self._apart(first, outs, dim, way)]
+        # rows that are mixed change in every way
+        counted |= {dim: COUNTS for dim, way in apart if way == MOVED}
+        return counted | {dim: MIXES for dim, way in apart if way != MOVED}
+
+    def _counts(self, call: CallStage, first: Sequence[Tensor], dim: str) -> bool:
+        """Whether results change without the last row; not if the stage wants as many rows as it got."""
+        try:
+            return self._apart(first, self._outs(call, self._rows(dim, FEWER)), dim, FEWER)
+        except PeerError:
+            raise
+        except Exception as error:
+            log.info("a stage of %s takes no fewer rows: %s: %s", self.block.modules, type(error).__name__, error)
+            return False
 
     def _outs(self, call: CallStage, arguments: Arguments) -> list[Tensor]:
         with torch.no_grad(), _copied(self.module), saved(self.module), eager(self.module):
             return [x.detach().clone() for x in call(arguments)]
 
-    def _rows(self, dim: str = "", chosen: int = 0) -> Arguments:
-        """The arguments in new memory, with some rows of a dimension replaced by the next ones."""
+    def _rows(self, dim: str = "", way: int = EVEN) -> Arguments:
+        """The arguments in new memory, with the rows of a dimension changed in this way."""
         return {
-            name: self._replaced(x, name, dim, chosen) if isinstance(x, Tensor) and name in self.forms else x
+            name: self._changed(x, name, dim, way) if isinstance(x, Tensor) and name in self.forms else x
             for name, x in self.given.items()
         }
 
-    def _replaced(self, x: Tensor, name: str, dim: str, chosen: int) -> Tensor:
-        form = self.forms[name]
-        if dim not in form_of(form).names:
+    def _changed(self, x: Tensor, name: str, dim: str, way: int) -> Tensor:
+        form = form_of(self.forms[name])
+        if dim not in form.names:
             return x.clone()
-        rows = self.grid.outer.unfold(x, form, self.inside)
-        at = form_of(form).index(dim)
+        rows = self.grid.outer.unfold(x, self.forms[name], self.inside)
+        at = form.index(dim)
         index = torch.arange(rows.shape[at], device=x.device)
-        if len(index):
-            index = torch.where(_chosen(index) == chosen, index.roll(-1), index)
-        return form_of(form).fold(rows.index_select(at, index))
+        if len(index) and way <= ODD:
+            index = torch.where(_parity(index) == way, index.roll(-1), index)
+        elif len(index) > 1:
+            index = index.roll(-1) if way == MOVED else index[:-1]
+        return form.fold(rows.index_select(at, index))
 
-    def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", stayed: int = 0) -> bool:
-        """Whether results differ by more than rounding, in the rows that stayed, or anywhere."""
+    def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", way: int = EVEN) -> bool:
+        """Whether results differ by more than rounding: of rows that a change does not concern, or anywhere."""
         rough = is_rough(self.module, a)
         pairs = zip(a, b, self.block.stream.values(), strict=True)
-        return any(_differ(*(self._stayed(z, form, dim, stayed) for z in (x, y)), rough) for x, y, form in pairs)
+        return any(_differ(*self._of_same_rows(x, y, form, dim, way), rough) for x, y, form in pairs)
 
-    def _stayed(self, x: Tensor, form: str, dim: str, stayed: int) -> Tensor:
-        if dim not in form_of(form).names:
-            return x
-        rows = self.grid.outer.unfold(x, form, self.inside)
-        at = form_of(form).index(dim)
+    def _of_same_rows(self, x: Tensor, y: Tensor, text: str, dim: str, way: int) -> tuple[Tensor, Tensor]:
+        """The results of the same rows, before a change and after it."""
+        form = form_of(text)
+        if dim not in form.names:
+            return x, y
+        sizes = self.grid.outer.local(self.inside)
+        rows, at = self.grid.outer.unfold(x, text, self.inside), form.index(dim)
         index = torch.arange(rows.shape[at], device=x.device)
-        return rows.index_select(at, index[_chosen(index) == stayed])
+        fewer = len(index) - (way == FEWER and len(index) > 1)
+        others = form.unfold(y, sizes | {dim: fewer})
+        if way <= ODD:
+            stayed = index[_parity(index) != way]
+            return rows.index_select(at, stayed), others.index_select(at, stayed)
+        return rows.index_select(at, index.roll(-1) if way == MOVED else index[:fewer]), others
 
 
-def _chosen(index: Tensor) -> Tensor:
+def _parity(index: Tensor) -> Tensor:
     """0 or 1 for each row, without a period: 0 1 1 0 1 0 0 1 ..., the parity of the ones in its number."""
     bits = torch.zeros_like(index)
     while bool((index > 0).any()):
@@ -151,6 +185,16 @@ def _differ(a: Tensor, b: Tensor, rough: bool) -> bool:
     bound = ROUGH if rough else torch.finfo(a.dtype).eps ** 0.5
     a, b = (torch.view_as_real(x) if x.is_complex() else x.double() for x in (a, b))
     return bool(gap(a, b).max() > bound * a.nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
+def _remembers(module: nn.Module) -> bool:
+    """Whether a module holds tensors besides parameters and buffers, as some do of an earlier call."""
+    for part in module.modules():
+        for x in (x for name, x in part.__dict__.items() if name not in OF_MODULES):
+            several = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,)
+            if any(isinstance(each, Tensor) for each in several):
+                return True
+    return False
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class SavedState:
         self._types = [type(m) for m in self._modules]
         self._buffers = [dict(m._buffers) for m in self._modules]
         self._attributes = [{} if _is_wrapper(m) else dict(m.__dict__) for m in self._modules]
-        own = [x for several in self._attributes for name, x in several.items() if name not in _OF_MODULES]
+        own = [x for several in self._attributes for name, x in several.items() if name not in OF_MODULES]
         self._objects = [(x, copy(x)) for x in own if type(x) in (list, set, dict)]
         self._drawing = [(x, _state_of(x)) for x in own if isinstance(x, (random.Random, np.random.Generator))]
         self._copies: Buffers = {
@@ -76,7 +76,7 @@ class SavedState:
             _set_state(x, drawn)
 
 
-_OF_MODULES = nn.Module().__dict__.keys()
+OF_MODULES = nn.Module().__dict__.keys()
 
 
 def _same_items(x: Any, y: Any) -> bool:

@@ -118,6 +118,29 @@ def test_a_stage_that_mixes_what_ranks_share(name: str) -> None:
         assert said.endswith("list t in the whole of its block")
 
 
+PLACES = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(3))
+BY_PLACE: dict[str, Mixing] = {
+    "numbers of rows": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None, None],
+    "a table by numbers": lambda x: x + PLACES[: x.shape[1]],
+    "a share of all rows": lambda x: x + torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None, None],
+    "how many rows there are": lambda x: x / x.shape[1],
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_a_stage_that_numbers_or_counts_what_ranks_share(name: str) -> None:
+    for said in refused(Clip(BY_PLACE[name])):
+        assert "NotImplementedError: second counts the rows of t, along which ranks share its rows" in said, said
+        assert said.endswith("list t in the whole of its block")
+
+
+def test_a_stage_that_counts_is_right_where_ranks_do_not_share_its_rows() -> None:
+    """As the error says; and one that takes no other number of rows is none that counts."""
+    spec = replace(SPEC, blocks=(SPEC.blocks[0], replace(SPEC.blocks[1], whole=("s", "t"))))
+    is_one_process(2, partial(made, Clip, BY_PLACE["numbers of rows"]), spec, X)
+    is_one_process(2, partial(made, Clip, lambda x: x.view(1, 2, -1, 8).view(x.shape) if len(x) else x), SPEC, X)
+
+
 def test_rows_that_look_far_are_seen_where_a_rank_has_more() -> None:
     also: Mixing = lambda x: F.pad(x, (0, 0, 0, 0, 2, 0))[:, :-2]  # noqa: E731
     assert all("second mixes t" in said for said in refused(Clip(also), x=rand(1, 8, 6, 3)))
@@ -353,7 +376,7 @@ def test_a_stage_is_tried_once_and_keeps_its_state() -> None:
             calls.clear()
         return found
 
-    assert run_threads(2, on_a_rank) == [[5, 1, 1, 2, 5, 3]] * 2  # again where a rank has more rows
+    assert run_threads(2, on_a_rank) == [[7, 1, 1, 2, 7, 3]] * 2  # again where a rank has more rows
 
 
 def test_one_row_a_rank_is_tried_when_there_are_more() -> None:

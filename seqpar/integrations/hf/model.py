@@ -712,10 +712,13 @@ def _keep_with(results: dict[str, Any], plan: Plan) -> None:
         x.grad_fn.metadata["seqpar"] = plan  # type: ignore[union-attr]
 
 
-def _graphs(results: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors of results that have a graph."""
-    for x in results.values():
-        yield from (y for y in (x if isinstance(x, tuple) else (x,)) if y is not None and y.grad_fn is not None)
+def _graphs(results: object) -> Iterator[Tensor]:
+    """The tensors of results that have a graph, of those inside other results too."""
+    if isinstance(results, Tensor):
+        yield from [results] * (results.grad_fn is not None)
+    elif isinstance(results, (Mapping, tuple, list)):
+        for each in results.values() if isinstance(results, Mapping) else results:
+            yield from _graphs(each)
 
 
 class _Call(NamedTuple):

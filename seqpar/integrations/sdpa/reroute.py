@@ -1,14 +1,16 @@
 """PyTorch's own attention functions under a plan: ``with sdpa(plan, comm):``, and `parallelize` for a whole model.
 
-A torch function mode sees every call that reaches torch from Python, even those of `torch.nn.TransformerEncoder` in
-eval, whose fused paths are disabled by a mode. A call is rerouted if its rows are the plan's. Its mask must be the
-plan's, except that an explicit mask is used as it is. Any other call is an error.
+A torch function mode sees every call that reaches torch from Python. The fused paths of `torch.nn.TransformerEncoder`
+in eval are off meanwhile: eager modules leave them out under a mode, but compilers do not. A call is rerouted if its
+rows are the plan's. Its mask must be the plan's, except that an explicit mask is used as it is. Any other call is an
+error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -94,6 +96,29 @@ def sdpa(
     return Rerouting(plan, comm, local, dropout_seed, Numerics.checked(accuracy, deterministic))
 
 
+class _FusedPaths:
+    """``with FUSED_PATHS:`` PyTorch's own switch for them is off while any thread is inside; it is one for all."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+FUSED_PATHS = _FusedPaths()
+
+
 class KnownMask:
     """The last mask and what was derived from it; layers of a model share their mask."""
 
@@ -135,11 +160,13 @@ class Rerouting(TorchFunctionMode):
         self.calls, self.outside = self.first, under_way()
         self.below = _entering(sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()
+        FUSED_PATHS.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        FUSED_PATHS.__exit__()
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
         self.triangle, self.masked = KnownMask(), KnownMask()
         called, self.called, self.below = self.called, {}, None
