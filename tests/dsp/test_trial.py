@@ -605,3 +605,57 @@ def test_a_residual_between_stages_with_rows_that_stay_whole() -> None:
     spec = replace(SPEC, model="Residual", blocks=blocks, exit=Exit("leave", "b t s c", (None,)))
 
     is_one_process(2, partial(made, Residual), spec, X)
+
+
+class Direct(nn.Module):
+    """Its first stage gets what the caller gives."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.leave, self.reentrant = Stage(), Stage(), nn.Linear(8, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in (self.first, self.second):
+            x = checkpoint(stage, x, use_reentrant=self.reentrant)
+        return self.leave(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parts_of_one_tensor_go_forward_before_a_backward_computes_them_again(reentrant: bool) -> None:
+    x = torch.randn(3, 4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        parts = x.clone().requires_grad_()
+        loss = model(parts[:2]).square().sum() + model(parts[2:]).square().sum()
+        with torch.no_grad():
+            model(parts[1:])
+        loss.backward()
+        return [parts.grad, *(p.grad for p in model.parameters())]
+
+    def on_a_rank(comm: Comm) -> list[Tensor]:
+        model = made(Direct, reentrant)
+        parallelize(model, comm, replace(SPEC, model="Direct", outside=()), plan=SHARDED)
+        return gradients(model)
+
+    want, ranks = gradients(made(Direct, reentrant)), run_threads(2, on_a_rank)
+    for whole, *shares in zip(want, *ranks):
+        torch.testing.assert_close(sum(shares), whole, rtol=1e-10, atol=1e-12)
+
+
+class Doubling(Stage):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+def test_a_wrong_number_of_outputs_is_told_to_ranks_without_rows() -> None:
+    def on_a_rank(comm: Comm) -> str:
+        model = made(Clip)
+        model.second = made(Doubling)
+        parallelize(model, comm, SPEC, plan=SHARDED)
+        with pytest.raises(ValueError) as raised:
+            model(rand(1, 2, 6, 3))
+        return str(raised.value)
+
+    assert all(
+        "second returned 2 tensors, its spec has 1 streams" in said for said in run_threads(3, on_a_rank, timeout=20)
+    )

@@ -247,6 +247,11 @@ def test_towers_may_be_frozen_and_layers_checkpointed(prepare: Any) -> None:
     steps("gemma3", prepare, torch.float32)
 
 
+def test_results_inside_results_of_a_checkpointed_model() -> None:
+    """SmolVLM returns those of its tower as one result."""
+    steps("smolvlm", _checkpointed, torch.float32)
+
+
 def unlabelled(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if name != "labels"}
 

@@ -522,6 +522,36 @@ def test_a_compiler_leaves_rerouted_calls_alone() -> None:
         whole_graph(x)
 
 
+class Encoder(nn.Module):
+    """A layer with a fused path in eval, and attention without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.last = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        return x + self.last(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_a_compiled_encoder_in_eval_takes_no_fused_path_inside_the_block() -> None:
+    model = made(Encoder).eval()
+    x = torch.randn(1, TOKENS, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plan = Plan(Mask(DOCUMENTS, causal=False), Layout.contiguous(TOKENS, 1))
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        alone = torch.cat([model(part) for part in x.split(DOCUMENTS, 1)], 1)
+        whole = compiled(x)  # before and after the block
+        with sdpa(plan, LocalComm()):
+            torch.testing.assert_close(compiled(x), alone, rtol=0, atol=1e-12)
+            assert not torch.backends.mha.get_fastpath_enabled()
+        torch.testing.assert_close(compiled(x), whole, rtol=0, atol=1e-12)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
