@@ -54,7 +54,7 @@ class ForwardState:
 
     names: of all stages. seed: of this forward. changed: buffers that stages wrote to, in the first forward of a shape;
     uneven: those among them that some rank did not write exactly once. mixed: stages, dimensions, and how rows depend
-    on each other there, contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage that
+    on each other along these, contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage that
     is being computed.
     ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
     """
@@ -191,7 +191,9 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
         if run.mixing:
             trial = Trial(module, block, grid, run.inside, list(run.mixing), arguments)
         outs = _called(module, block, forward, run, arguments)
-    with errors_on_all_ranks(run.name, grid.whole.comm) if skips else nullcontext():  # of which some make no outputs
+    with (
+        errors_on_all_ranks(run.name, grid.whole.comm) if skips else nullcontext()
+    ):  # ranks without rows make no outputs
         if len(outs) != len(block.stream):
             raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
         for (name, form), out in zip(block.stream.items(), outs, strict=True):
