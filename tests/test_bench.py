@@ -267,7 +267,7 @@ def test_operations_are_counted_over_attended_pairs(rehearsed, modules) -> None:
 def test_the_full_run_has_the_cases_that_are_promised(modules) -> None:
     speed, ring = modules("bench.gpu.speed"), modules("bench.gpu.ring")
     setups = [setup for setup, _ in speed.setups(False)]
-    assert {s.dim for s in setups} == {64, 128} and {s.heads for s in setups} == {16, 32}
+    assert {s.dim for s in setups} == {64, 96, 128, 192, 256} and {s.heads for s in setups} == {8, 16, 32}
     assert {s.tokens for s in setups if len(s.lengths) == 1} == {1 << n for n in range(12, 18)}
     assert {s.name for s in setups} == {"causal", "full", "window", *modules("bench.lib.lengths").NAMES}
     names = {tuple(case.name.split(", ")) for case in ring.ring(False)}

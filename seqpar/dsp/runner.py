@@ -54,8 +54,8 @@ class ForwardState:
 
     names: of all stages. seed: of this forward. changed: buffers that stages wrote to, in the first forward of a shape;
     uneven: those among them that some rank did not write exactly once. mixed: stages, dimensions, and how rows depend
-    on each other along these, contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage that
-    is being computed.
+    on each other along these, contrary to the spec. tried: stages with dimensions -> rows in a trial. inside: the stage
+    that is being computed.
     ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
     """
 
