@@ -177,7 +177,9 @@ def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, so
             f"{who}: bias {list(bias.shape)} of {bias.dtype}, expected floating point "
             f"[{weight.shape[0]}], one for each row of the weight {list(weight.shape)}"
         )
-    numbers = hasattr(softcap, "__float__") and hasattr(chunk, "__index__")
+    # a compiler's numbers are of these types, and are not asked for attributes
+    numbers = isinstance(softcap, (int, float)) or hasattr(softcap, "__float__")
+    numbers = numbers and (isinstance(chunk, int) or hasattr(chunk, "__index__"))
     if not numbers or not 0.0 <= softcap < math.inf or chunk < 1:
         raise ValueError(
             f"{who}: softcap={softcap}, chunk={chunk}, expected a finite cap, 0 for none, and at least one row in a "

@@ -264,13 +264,14 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
                 linear_cross_entropy(**arguments, valid=9)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.exhaustive
-def test_a_compiled_loss_has_one_graph_and_the_same_gradients() -> None:
+def test_a_compiled_loss_has_one_graph_and_the_same_gradients(dynamic: bool | None) -> None:
     def both(hidden: Tensor, weight: Tensor, labels: Tensor, valid: int) -> Tensor:
-        linear = linear_cross_entropy(hidden, weight, labels, valid=valid, chunk=8, z_loss=0.1)
+        linear = linear_cross_entropy(hidden, weight, labels, valid=valid, chunk=8, z_loss=0.1, softcap=30.0)
         return linear + cross_entropy(hidden @ weight.t(), labels, valid=valid)
 
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     hidden, weight, _, labels = given()
     hidden.requires_grad_(), weight.requires_grad_()
     for rows in (T, 9):
