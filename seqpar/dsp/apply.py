@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -232,13 +232,19 @@ class Parallelized(ParallelModel):
         # parts of one tensor are inputs of forwards of their own
         storage, key = x.untyped_storage(), (id(self), id(module), x.storage_offset(), x.shape, x.stride())
         if _in_backward():
-            run = getattr(storage, SEEN, {}).get(key)
-            if run is None:
+            noted = getattr(storage, SEEN, {}).get(key)
+            if noted is not None and noted.unclear:
+                raise RuntimeError(
+                    f"{name} is recomputed, and two forwards of other sizes had the same input; give each a tensor of "
+                    "its own, as x.clone() is"
+                )
+            if noted is None:
                 raise RuntimeError(
                     f"{name} is recomputed from an input that is not the memory of the first time; checkpoint each "
                     "stage by itself, and without moving its input elsewhere"
                 )
-            return run  # type: ignore[no-any-return]
+            noted.again = True
+            return noted.run  # type: ignore[no-any-return]
         state = self._current(name)
         if state.plan is None:
             shape, plan = self._plan(state, x)
@@ -251,7 +257,8 @@ class Parallelized(ParallelModel):
         if state.training:
             if not hasattr(storage, SEEN):
                 setattr(storage, SEEN, {})
-            getattr(storage, SEEN)[key] = run
+            before = getattr(storage, SEEN).get(key)
+            getattr(storage, SEEN)[key] = _Noted(run, unclear=before is not None and before.other_than(run))
         return run
 
     # --- plans -------------------------------------------------------------------------------------------------------
@@ -345,6 +352,23 @@ class _Seen:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()
+
+
+@dataclass
+class _Noted:
+    """The run of a stage that got some memory, and whether backward has computed it again.
+
+    unclear: whether a run of other sizes or of another plan had the same memory, and may still be computed again.
+    """
+
+    run: StageRun
+    unclear: bool
+    again: bool = False
+
+    def other_than(self, run: StageRun) -> bool:
+        """Whether a later run makes it unclear which one backward computes again."""
+        kinds = [(each.grid.whole.key, each.before, each.inside, each.after, each.parts) for each in (self.run, run)]
+        return self.unclear or (kinds[0] != kinds[1] and not self.again)
 
 
 def _in_backward() -> bool:

@@ -115,6 +115,15 @@ _DRAWS = {
 }  # fmt: skip
 
 
+def collective_modules(module: nn.Module) -> list[str]:
+    """Modules whose forward is a collective, because it gathers their weights."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if name and {kind.__name__ for kind in type(part).__mro__} & {"FSDPModule", "FullyShardedDataParallel"}
+    ]
+
+
 class NoDraws(TorchFunctionMode):
     """A block in which functions that draw random numbers are refused, on all ranks, while ranks have shards.
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
-from seqpar.dsp.checks import SHARE, NoDraws
+from seqpar.dsp.checks import SHARE, NoDraws, collective_modules
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition, attention_plan
 from seqpar.dsp.moves import switch, switch_all
@@ -233,15 +233,6 @@ def some_rank_skips(block: Block, run: StageRun) -> bool:
     if block.attention or run.mode == "ulysses":
         exchanging.add(run.grid.held if run.grid.held in block.whole else run.inside)
     return run.inside not in exchanging and run.grid.sparse(run.inside)
-
-
-def collective_modules(module: nn.Module) -> list[str]:
-    """Modules whose forward is a collective, because it gathers their weights."""
-    return [
-        name
-        for name, part in module.named_modules()
-        if name and {kind.__name__ for kind in type(part).__mro__} & {"FSDPModule", "FullyShardedDataParallel"}
-    ]
 
 
 def _skip(module: nn.Module, streams: Sequence[Tensor], arguments: Mapping[str, Any]) -> list[Tensor]:

@@ -6,9 +6,9 @@ from math import prod
 
 from torch import nn
 
+from seqpar.dsp.checks import collective_modules
 from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
-from seqpar.dsp.runner import collective_modules
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block
 

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import PeerError
-from seqpar.dsp.checks import version_of
+from seqpar.dsp.checks import collective_modules, version_of
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
 from seqpar.nn.rounding import ROUGH, is_rough
-from seqpar.nn.saved_state import OF_MODULES, eager, saved
+from seqpar.nn.saved_state import OF_MODULES, eager, held, saved
 from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar")
@@ -106,7 +106,8 @@ class Trial:
         free = [dim for dim in self.dims if not (dim in tables or _remembers(self.module))]
         ways = [(dim, way) for dim in self.dims for way in (EVEN, ODD)] + [(dim, MOVED) for dim in free]
         found = [(dim, way, self._outs(call, self._rows(dim, way))) for dim, way in ways]
-        alone = not (block.attention or block.gathers or block.core)
+        # a rank that cannot do without a row must not let others wait
+        alone = not (block.attention or block.gathers or block.core or collective_modules(self.module))
         counted = {dim: COUNTS for dim in free if alone and self._counts(call, first, dim)}
         if self._apart(first, self._outs(call, self._rows())):
             return {}
@@ -189,12 +190,8 @@ def _differ(a: Tensor, b: Tensor, rough: bool) -> bool:
 
 def _remembers(module: nn.Module) -> bool:
     """Whether a module holds tensors besides parameters and buffers, as some do of an earlier call."""
-    for part in module.modules():
-        for x in (x for name, x in part.__dict__.items() if name not in OF_MODULES):
-            several = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else (x,)
-            if any(isinstance(each, Tensor) for each in several):
-                return True
-    return False
+    own = (x for part in module.modules() for name, x in part.__dict__.items() if name not in OF_MODULES)
+    return any(isinstance(x, Tensor) for x in held(own))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
@@ -22,7 +22,8 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set u
 class SavedState:
     """A model's state besides its parameters: buffers, and attributes such as the length of a table.
 
-    Lists, sets, dicts and random generators in attributes are restored too; what they hold is not copied.
+    Lists, sets, dicts, random generators and plain objects in attributes are restored too, and those inside them, such
+    as the counters of a library's hooks; tensors are not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,8 +32,9 @@ class SavedState:
         self._buffers = [dict(m._buffers) for m in self._modules]
         self._attributes = [{} if _is_wrapper(m) else dict(m.__dict__) for m in self._modules]
         own = [x for several in self._attributes for name, x in several.items() if name not in OF_MODULES]
-        self._objects = [(x, copy(x)) for x in own if type(x) in (list, set, dict)]
-        self._drawing = [(x, _state_of(x)) for x in own if isinstance(x, (random.Random, np.random.Generator))]
+        inside = list(held(own))
+        self._objects = [(x, copy(x)) for x in inside if type(x) in (list, set, dict)]
+        self._drawing = [(x, _state_of(x)) for x in inside if isinstance(x, (random.Random, np.random.Generator))]
         self._copies: Buffers = {
             (m, name): x.clone()
             for m, several in zip(self._modules, self._buffers) for name, x in several.items() if x is not None
@@ -70,13 +72,39 @@ class SavedState:
             if type(x) is list:
                 x[:] = before
             else:
-                x.clear()
+                if type(x) is set or x.keys() != before.keys():
+                    x.clear()
                 x.update(before)
         for x, drawn in self._drawing:
             _set_state(x, drawn)
 
 
 OF_MODULES = nn.Module().__dict__.keys()
+FOREIGN = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "concurrent", "multiprocessing", "logging")
+
+
+def held(values: Iterable[Any]) -> Iterator[Any]:
+    """Values and all that lies inside them, each once: in lists, tuples, sets and dicts, and attributes of objects.
+
+    The attributes of an object come as a dict. Modules, tensors and objects of libraries are not looked into.
+    """
+    stack, seen = list(values), set[int]()
+    while stack:
+        x = stack.pop()
+        kind = type(x)  # not its `__class__`, which a proxy has of something that may be gone
+        if id(x) in seen or issubclass(kind, (str, bytes, int, float, type(None), type, nn.Module)):
+            continue
+        seen.add(id(x))
+        yield x
+        if issubclass(kind, dict):
+            stack += x.values()
+        elif issubclass(kind, (list, tuple, set, frozenset)):
+            stack += x
+        elif (
+            not (kind.__module__.startswith(FOREIGN) or callable(x))
+            and type(vars_of := getattr(x, "__dict__", 0)) is dict
+        ):
+            stack.append(vars_of)
 
 
 def _same_items(x: Any, y: Any) -> bool:

@@ -264,7 +264,29 @@ class Derived(Stage):
         return super().forward(x) + d
 
 
-STAGES = (Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, Derived)
+class Box:
+    """A plain object with what a stage keeps."""
+
+    def __init__(self) -> None:
+        self.count, self.inside = 0, {"list": [0], "kept": ()}
+
+
+class Boxed(Stage):
+    """It counts its calls, and keeps what it saw first, in objects inside objects, as hooks of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = {"of": Box()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = self.box["of"]
+        box.count += 1
+        box.inside["list"][0] += 1
+        box.inside["kept"] = box.inside["kept"] or (x.tanh(),)
+        return super().forward(x) * (box.count + box.inside["list"][0]) + box.inside["kept"][0]
+
+
+STAGES = (Boxed, Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, Derived)
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -659,3 +681,48 @@ def test_a_wrong_number_of_outputs_is_told_to_ranks_without_rows() -> None:
     assert all(
         "second returned 2 tensors, its spec has 1 streams" in said for said in run_threads(3, on_a_rank, timeout=20)
     )
+
+
+class Framed(Direct):
+    """Rows of samples and frames [b t, s, 8]; the call says how many frames there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (Stage(lambda x: x.mean(1, keepdim=True)) for _ in range(2))
+
+    def forward(self, x: Tensor, frames: int) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_two_forwards_of_other_sizes_need_inputs_of_their_own(own: bool) -> None:
+    """As the error says, where stages are computed again from their inputs."""
+    forms = {"x": "(b t) s c"}
+    spec = Spec(
+        "Framed",
+        lambda model, given: {"b": len(given["x"]) // given["frames"], "t": given["frames"], "s": given["x"].shape[1]},
+        tuple(Block(name, forms, ("s",), rest=ANY) for name in ("first", "second")),
+        exit=Exit("leave", "(b t) s c", ANY),
+    )
+    x = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        one, other = (leaf.clone(), leaf.clone()) if own else (leaf, leaf)
+        (model(one, frames=4).square().sum() + model(other, frames=2).pow(3).sum()).backward()
+        return [leaf.grad, *(p.grad for p in model.parameters())]
+
+    def on_a_rank(comm: Comm) -> list[Tensor] | str:
+        model = made(Framed)
+        parallelize(model, comm, spec, plan=SHARDED)
+        try:
+            return gradients(model)
+        except RuntimeError as error:
+            return str(error)
+
+    found, want = run_threads(2, on_a_rank, timeout=20), gradients(made(Framed))
+    if not own:
+        assert all("give each a tensor of its own, as x.clone() is" in said for said in found)
+        return
+    for whole, *shares in zip(want, *found):
+        torch.testing.assert_close(sum(shares), whole, rtol=1e-10, atol=1e-12)

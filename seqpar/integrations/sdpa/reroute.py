@@ -112,7 +112,7 @@ class _FusedPaths:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if not self._inside:
+            if not self._inside and not torch.backends.mha.get_fastpath_enabled():
                 torch.backends.mha.set_fastpath_enabled(self._before)
 
 
@@ -166,6 +166,7 @@ class Rerouting(TorchFunctionMode):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        switched = torch.backends.mha.get_fastpath_enabled()
         FUSED_PATHS.__exit__()
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
         self.triangle, self.masked = KnownMask(), KnownMask()
@@ -174,6 +175,11 @@ class Rerouting(TorchFunctionMode):
             surroundings.__exit__(kind, error, trace)
         if isinstance(error, Exception) and _in_flex_attention(trace):
             self._refuse_fused("flex_attention", error)
+        if kind is None and switched:
+            raise RuntimeError(
+                "sdpa: torch.backends.mha.set_fastpath_enabled(True) inside the block lets encoder layers in eval "
+                "attend to a shard alone"
+            )
         if kind is None:
             for untried in filter(None, called.values()):
                 self._try(*untried)

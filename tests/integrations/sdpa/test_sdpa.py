@@ -555,6 +555,14 @@ def test_a_compiled_encoder_in_eval_takes_no_fused_path_inside_the_block() -> No
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
+def test_fused_paths_that_are_switched_on_inside_the_block_are_an_error() -> None:
+    block = sdpa(PLANS["ring"](Mask(DOCUMENTS), 1), LocalComm())
+    with pytest.raises(RuntimeError, match=r"set_fastpath_enabled\(True\) inside the block"), block:
+        call(QKV, is_causal=True)
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @pytest.mark.usefixtures("no_graphs")
 def test_a_compiled_model_with_a_plan_of_its_own_needs_no_call_before() -> None:
     model, x = made(), inputs()[0][None]
