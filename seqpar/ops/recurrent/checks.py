@@ -127,7 +127,8 @@ def layer_bytes(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None,
 
 def channel_dims(*tensors: Any) -> int:
     """The states of a channel in `channel_scan`, by queries, keys, rates or initial states; one without these."""
-    return next((x.shape[-1] for x in tensors if isinstance(x, Tensor) and x.dim()), 1)
+    dims = zip(tensors, (2, 2, 2, 3))
+    return next((x.shape[-1] for x, count in dims if isinstance(x, Tensor) and x.dim() == count), 1)
 
 
 def channel_bytes(tensors: Sequence[Any], threads: int) -> LayerBytes:

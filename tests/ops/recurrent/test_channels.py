@@ -341,3 +341,7 @@ def test_no_channels_and_no_states() -> None:
     assert recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), keys=none).shape == (16, 2)
     out = recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), rates=torch.ones(2, 0))
     assert torch.equal(out, torch.zeros(16, 2))
+    with pytest.raises(
+        ValueError, match=r"initial_state must be floating \[2, 2, 1\] on cpu, got torch.float32 \[2, 2\]"
+    ):
+        recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), initial_state=torch.ones(2, 2))
