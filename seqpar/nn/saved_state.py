@@ -80,13 +80,14 @@ class SavedState:
 
 
 OF_MODULES = nn.Module().__dict__.keys()
-FOREIGN = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "concurrent", "multiprocessing", "logging")
+# packages whose objects do not hold the state of a model
+STATELESS = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "concurrent", "multiprocessing", "logging")
 
 
 def held(values: Iterable[Any]) -> Iterator[Any]:
     """Values and all that lies inside them, each once: in lists, tuples, sets and dicts, and attributes of objects.
 
-    The attributes of an object come as a dict. Modules, tensors and objects of libraries are not looked into.
+    The attributes of an object come as a dict. Modules, tensors and objects of `STATELESS` packages stay closed.
     """
     stack, seen = list(values), set[int]()
     while stack:
@@ -100,11 +101,8 @@ def held(values: Iterable[Any]) -> Iterator[Any]:
             stack += x.values()
         elif issubclass(kind, (list, tuple, set, frozenset)):
             stack += x
-        elif (
-            not (kind.__module__.startswith(FOREIGN) or callable(x))
-            and type(vars_of := getattr(x, "__dict__", 0)) is dict
-        ):
-            stack.append(vars_of)
+        elif not (kind.__module__.startswith(STATELESS) or callable(x)):
+            stack.append(getattr(x, "__dict__", None))
 
 
 def _same_items(x: Any, y: Any) -> bool:

@@ -54,6 +54,39 @@ def test_frames_of_other_heights_than_widths() -> None:
     compared(run_threads(4, oblong), want)
 
 
+def denoised(comm: Comm, cached: bool = True) -> list[Tensor]:
+    """Outputs of four steps. cached: whether diffusers' cache takes the attention of every second one from before."""
+    model, given, now = latte(8, 8).eval(), clip(8, 8, 1), [0]
+    names = ("spatial_attention", "temporal_attention", "cross_attention")
+    config = diffusers.PyramidAttentionBroadcastConfig(
+        **{f"{name}_block_skip_range": 2 for name in names},
+        **{f"{name}_timestep_skip_range": (0, 1000) for name in names},
+        current_timestep_callback=lambda: now[0],
+        spatial_attention_block_identifiers=("transformer_blocks",),
+        temporal_attention_block_identifiers=("temporal_transformer_blocks",),
+    )
+    if cached:
+        model.enable_cache(config)
+    if comm.size > 1:
+        parallelize(model, comm, plan=SHARDED)
+    found = []
+    with torch.no_grad():
+        for step in range(4):
+            now[0] = 900 - 50 * step
+            given |= {"hidden_states": given["hidden_states"] * 0.9, "timestep": torch.tensor(now)}
+            found.append(model(**given).sample)
+    return found
+
+
+def test_a_trial_leaves_the_caches_of_diffusers_as_they_were() -> None:
+    """They are kept in objects of its hooks. A plan that shares attention by heads refuses a step without any."""
+    (want,), (plain,) = run_threads(1, denoised), run_threads(1, denoised, False)
+    assert not torch.allclose(want[1], plain[1]), "the cache is used"
+    for found in run_threads(2, denoised):
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.exhaustive
 def test_it_is_so_on_processes() -> None:
     want = gradients(latte(), clip())

@@ -664,6 +664,21 @@ def test_parts_of_one_tensor_go_forward_before_a_backward_computes_them_again(re
         torch.testing.assert_close(sum(shares), whole, rtol=1e-10, atol=1e-12)
 
 
+def test_what_a_stage_keeps_in_objects_is_as_it_was_before_the_trial() -> None:
+    def on_a_rank(comm: Comm) -> list[Tensor]:
+        model = made(Clip)
+        model.second = made(Boxed)
+        if comm.size > 1:
+            parallelize(model, comm, SPEC, plan=SHARDED)
+        with torch.no_grad():
+            return [model(x) for x in (X, 2 * X, X)]
+
+    (want,) = run_threads(1, on_a_rank)
+    for found in run_threads(2, on_a_rank):
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
 class Doubling(Stage):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), None
