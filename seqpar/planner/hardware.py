@@ -332,7 +332,7 @@ _FLASH3 = _Rates(
     "flash3", 648e12, 561e12,
     "FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6)",
 )  # fmt: skip
-# the same 132 processors at the same clocks
+# NVIDIA's datasheets give both the same rate of dense bf16 products, 989 TFLOP/s
 _TRITON_ON_H100 = _TRITON._replace(assumed=f"Triton's rates, which are those of an H200; {_HOP}")
 
 
@@ -435,8 +435,9 @@ def _cpu() -> Hardware:
     )
 
 
-# Of the GPUs' figures this project has measured the two rates of "h200" alone; `seqpar calibrate` measures the machine
-# that it runs on. "-fast": the kernel that attention(accuracy="fast") takes, which differs on Hopper alone.
+# Of the GPUs' figures this project has measured the two rates of "h200" alone, which "h100" takes over; `seqpar
+# calibrate` measures the machine that it runs on. "-fast": the kernel that attention(accuracy="fast") takes, which
+# differs on Hopper alone.
 PRESETS: dict[str, Callable[[], Hardware]] = {
     "h100": lambda: _hopper("h100", _TRITON_ON_H100),
     "h100-100g": lambda: _hopper(

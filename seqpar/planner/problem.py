@@ -134,11 +134,11 @@ class Problem:
             ways.insert(1, "several micro-batches (plan_step)")
         return (
             f"{tokens:,} tokens on {ranks} ranks are {need:,} a rank, and a rank holds at most {most:,}; give "
-            f"{self.one_of(*ways, need=need)}"
+            f"{self.ways_out(*ways, need=need)}"
         )
 
-    def one_of(self, *ways: str, need: int) -> str:
-        """Ways out for a batch of so many rows a rank, and what lets a rank hold them, if anything does."""
+    def ways_out(self, *ways: str, need: int) -> str:
+        """Ways out in words, with what lets a rank hold `need` rows, if anything does: 'at least 3 ranks, or ...'."""
         if need <= self.memory.rows:
             ways += ("a larger max_tokens_per_rank",)
         elif self.max_tokens_per_rank is None or need <= self.max_tokens_per_rank:

@@ -92,7 +92,7 @@ def _most(problem: Problem) -> int:
         ways = f"at least {-(-tokens // most)} ranks", f"documents of at most {most * ranks:,} tokens"
         raise ValueError(
             f"document {longest} has {tokens:,} tokens, and a micro-batch holds at most {most * ranks:,}, {most:,} on "
-            f"each of {ranks} ranks; give {problem.one_of(*ways, need=-(-tokens // ranks))}"
+            f"each of {ranks} ranks; give {problem.ways_out(*ways, need=-(-tokens // ranks))}"
         )
     return most
 
