@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from bench.cpu.timeline import ON_GPU, Event, profiled
 from bench.gpu.calls import BACKWARD, FORWARD, asked, short
 from bench.gpu.machine import LEAD, Machine
-from bench.gpu.model import DOCUMENTS, TOKENS, turns
+from bench.gpu.model import DOCUMENTS, TOKENS, WITHOUT, turns
 from bench.gpu.ring import LARGE_STAGE, STAGE, Rank, Virtual, Whole, setup_of, virtual
 from bench.gpu.rows import Case, Row
 from bench.gpu.verb import STEP
@@ -131,11 +131,9 @@ def beside(
 
 
 def _model(tiny: bool, tokens: int, documents: int, machine: Machine) -> Iterator[Row]:
-    try:
-        runs = turns(tiny, tokens, documents, machine)
-    except ImportError as error:
-        yield {"kernel": "auto", "mode": STEP, "skipped": f"needs transformers: {error}"}
-        return
+    runs = turns(tiny, tokens, documents, machine)
+    if not runs:
+        yield WITHOUT
     for name, run in runs.items():
         yield from rows(ran(machine, run), "auto", f"{STEP}, {name}")
 
