@@ -157,6 +157,11 @@ def refuse_learned(who: str, **numbers: object) -> None:
             raise NotImplementedError(f"{who}: {name} has no gradient; detach it")
 
 
+def is_number(x: object) -> bool:
+    """Whether x is a number of Python, of numpy, or of a compiler, which cannot ask its own for attributes."""
+    return isinstance(x, (int, float)) or hasattr(x, "__float__")
+
+
 def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, chunk: int) -> None:
     """Raise TypeError, ValueError or NotImplementedError for arguments that are not a head over these rows."""
     refuse_transforms(who)
@@ -177,10 +182,8 @@ def check_head(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, so
             f"{who}: bias {list(bias.shape)} of {bias.dtype}, expected floating point "
             f"[{weight.shape[0]}], one for each row of the weight {list(weight.shape)}"
         )
-    # a compiler's numbers are of these types, and are not asked for attributes
-    numbers = isinstance(softcap, (int, float)) or hasattr(softcap, "__float__")
-    numbers = numbers and (isinstance(chunk, int) or hasattr(chunk, "__index__"))
-    if not numbers or not 0.0 <= softcap < math.inf or chunk < 1:
+    whole = isinstance(chunk, int) or hasattr(chunk, "__index__")
+    if not (is_number(softcap) and whole) or not 0.0 <= softcap < math.inf or chunk < 1:
         raise ValueError(
             f"{who}: softcap={softcap}, chunk={chunk}, expected a finite cap, 0 for none, and at least one row in a "
             "chunk"

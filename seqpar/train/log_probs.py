@@ -24,7 +24,17 @@ import torch
 from torch import Tensor
 
 from seqpar.ops.core.collective_op import refuse_double_backward
-from seqpar.train.head import Head, blocks, capped, check_head, check_labels, check_rows, finish, refuse_learned
+from seqpar.train.head import (
+    Head,
+    blocks,
+    capped,
+    check_head,
+    check_labels,
+    check_rows,
+    finish,
+    is_number,
+    refuse_learned,
+)
 
 
 @overload
@@ -68,9 +78,7 @@ def token_log_probs(
     check_head("token_log_probs", hidden, weight, bias, softcap, chunk)
     check_labels("token_log_probs", labels, weight.shape[0], ignore_index)
     refuse_learned("token_log_probs", temperature=temperature, softcap=softcap)
-    # a compiler's number is one of these, and is not asked for attributes
-    number = isinstance(temperature, (int, float)) or hasattr(temperature, "__float__")
-    if not number or not 0.0 < temperature < math.inf:
+    if not is_number(temperature) or not 0.0 < temperature < math.inf:
         raise ValueError(f"token_log_probs: temperature={temperature}, expected a finite number above 0")
     options = _Settings(temperature, bool(entropy), softcap, ignore_index, chunk, bias is not None)
     return _TokenLogProbs.apply(hidden, weight, bias, labels, options)  # type: ignore[no-any-return]

@@ -6,8 +6,8 @@ At each forward, ranks compare a hash of some weights while they announce their 
     after a backward without a sum              the optimizer stepped by each rank's own share: an error
     else                                        ranks drift apart, by operations that are not deterministic: a warning
 
-They compare a hash of some buffers too; if that differs, each rank has changed them by its own tokens, and a warning
-tells it.
+They compare a hash of some buffers too; if it differs, each rank has loaded them, or changed them, by itself, and a
+warning says so.
 
 The host waits for no GPU, except until ranks have agreed once: later it is the hash of the forward before, which the
 GPU has long computed. Hooks on the sampled parameters detect a backward; by these hooks `sync_gradients` finds the
@@ -30,7 +30,17 @@ from seqpar.comm import Comm
 from seqpar.comm.protocol import DEAD, PeerError
 from seqpar.facts.value import Ints
 from seqpar.train.dtensor import global_rank
-from seqpar.train.weights import BufferPlace, Latest, Sampled, buffer_places, difference, held, sampled, spread, values
+from seqpar.train.weights import (
+    BufferPlace,
+    Latest,
+    Sampled,
+    buffer_places,
+    buffers_at,
+    difference,
+    sampled,
+    spread,
+    values,
+)
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp
 
 WEIGHTS, BUFFERS = "weights", "buffers"
@@ -156,7 +166,7 @@ class Loop:
             self._take()
         found = {WEIGHTS: self._latest[WEIGHTS].digest(self._sample, agreed=self._agreed)}
         if self._places is not None:
-            found[BUFFERS] = self._latest[BUFFERS].digest(held(self._places), agreed=self._agreed)
+            found[BUFFERS] = self._latest[BUFFERS].digest(buffers_at(self._places), agreed=self._agreed)
         return found
 
     def _take(self) -> None:
@@ -207,7 +217,7 @@ class Loop:
 
     def _compare_buffers(self, what: str) -> None:
         """Find the buffers behind unequal hashes, and warn once. A collective."""
-        worst = difference(self.comm.gather(f"{what}: buffers", values(held(self._places or ()))))
+        worst = difference(self.comm.gather(f"{what}: buffers", values(buffers_at(self._places or ()))))
         if worst is None:
             return
         self._places = None

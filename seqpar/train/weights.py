@@ -22,7 +22,7 @@ from seqpar.ops.core.compared import gap, on_device, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
 PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
-BUFFERS = 8
+PLACES = 8  # of buffers
 VALUES = 64  # of each tensor, evenly spread
 
 
@@ -82,12 +82,12 @@ def buffer_places(model: nn.Module) -> list[BufferPlace]:
         for key, x in module._buffers.items()
         if key not in module._non_persistent_buffers_set and (x is None or _holds_fractions(x))
     ]
-    count = min(BUFFERS, len(found))
+    count = min(PLACES, len(found))
     return [found[index * (len(found) - 1) // max(1, count - 1)] for index in range(count)]
 
 
-def held(places: Sequence[BufferPlace]) -> list[Sampled]:
-    """The buffers that lie there now."""
+def buffers_at(places: Sequence[BufferPlace]) -> list[Sampled]:
+    """The buffers that these places hold now."""
     found = [(place, place.module._buffers.get(place.key)) for place in places]
     return [Sampled(*place, x) for place, x in found if x is not None and _holds_fractions(x)]
 
