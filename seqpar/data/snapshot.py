@@ -10,8 +10,10 @@ from torch import Tensor
 
 VALUES = 1 << 16  # of a batch that are compared, evenly spread over its tensors; all of those that have few
 FEWEST = 1 << 10  # of a tensor
-INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
-UNSIGNED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+WHOLE = {
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
 OVERWRITTEN = (
     "prefetch: a batch that was read ahead has been written to since, as by a loader that fills the same tensors "
     "again; yield new tensors for every batch, as a DataLoader does"
@@ -37,7 +39,7 @@ class Snapshot:
 
 def _is_dense(x: Tensor) -> bool:
     dense = x.layout == torch.strided and not (x.is_meta or x.is_nested or x.is_quantized)
-    return dense and (x.is_floating_point() or x.is_complex() or x.dtype in INTEGERS | UNSIGNED)
+    return dense and (x.is_floating_point() or x.is_complex() or x.dtype in WHOLE)
 
 
 def _version(x: Tensor) -> int | None:

@@ -129,6 +129,7 @@ class Parallelized(ParallelModel):
         self._forwards += 1
         stack = self._stack()
         stack.append(state)
+        # each module's own mode: dropout may be switched on in a part
         sizes = (space.key, tuple([module.training for module in seen.modules]))
         state.draws = None if sizes in seen.sizes else NoDraws(lambda: state.sharded, self.comm)
         try:

@@ -7,9 +7,10 @@ where some are replaced by their neighbours. What comes out for the other rows m
     rows of t     x0  x1  x2  x3         x1  x1  x2  x0
     a stage       y0  y1  y2  y3         ..  y1  y2  ..      where it mixes other dimensions alone
 
-And all rows are moved by one place, and the last one is left out: the results must move with them, and stay. A stage
-that numbers or counts its rows by itself would do that of a rank's share. Not of stages that have tables of rows, which
-stay as they are, or remember tensors, which may be of rows; and not fewer rows where adapters know their number.
+Then all rows are moved by one place, and results must move with them; and the last row is left out, and the results of
+the others must stay. A stage that numbers or counts its rows by itself fails here: it would count those of a rank. Both
+are left out for stages with tables of rows, which stay as they are, and for stages that remember tensors, which may be
+of rows; fewer rows also where attention or adapters know their number, and where a rank could let others wait.
 
 Parameters that are zero, as gates and last layers are at the start of training, hide what they will multiply later; in
 the trial they have other values.
@@ -103,10 +104,10 @@ class Trial:
         # as many calls on every rank, since a stage may wait for others inside
         block, first = self.block, self._outs(call, self._rows())
         tables = {dim for form in block.buffers.values() for dim in form_of(form).names}
-        free = [dim for dim in self.dims if not (dim in tables or _remembers(self.module))]
+        free = [] if _remembers(self.module) else [dim for dim in self.dims if dim not in tables]
         ways = [(dim, way) for dim in self.dims for way in (EVEN, ODD)] + [(dim, MOVED) for dim in free]
         found = [(dim, way, self._outs(call, self._rows(dim, way))) for dim, way in ways]
-        # a rank that cannot do without a row must not let others wait
+        # a rank that cannot do without a row fails on its own, where others would wait for its weights
         alone = not (block.attention or block.gathers or block.core or collective_modules(self.module))
         counted = {dim: COUNTS for dim in free if alone and self._counts(call, first, dim)}
         if self._apart(first, self._outs(call, self._rows())):

@@ -105,7 +105,7 @@ def ahead(
                         waiting = [each[1] for each in queue if not isinstance(each, Exception)]
                         batch, union, counts = _told(loader, comm, bring, waiting, depth=depth, replicated=replicated)
                     except Exception as failure:
-                        if OVERWRITTEN in str(failure):  # on every rank; the batches before are not the loader's
+                        if OVERWRITTEN in str(failure):  # all ranks see it; batches before may be the overwritten ones
                             queue.clear()
                         queue.append(failure)
                         going = False
@@ -114,7 +114,7 @@ def ahead(
                         going = False
                     else:
                         plans.start(union, comm.size, thread, derive, brought=counts)
-                        queue.append((batch, Snapshot((batch or {}).values())))
+                        queue.append((batch, Snapshot(batch.values())))
                 if queue:
                     if isinstance(item := queue.popleft(), Exception):
                         raise item

@@ -715,7 +715,8 @@ def _keep_with(results: dict[str, Any], plan: Plan) -> None:
 def _graphs(results: object) -> Iterator[Tensor]:
     """The tensors of results that have a graph, of those inside other results too."""
     if isinstance(results, Tensor):
-        yield from [results] * (results.grad_fn is not None)
+        if results.grad_fn is not None:
+            yield results
     elif isinstance(results, (Mapping, tuple, list)):
         for each in results.values() if isinstance(results, Mapping) else results:
             yield from _graphs(each)
