@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, Tag
@@ -26,7 +25,7 @@ from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
-from seqpar.train.sums import summed
+from seqpar.train.sums import sum_in_place
 
 BUCKET_BYTES = 1 << 26
 
@@ -38,10 +37,10 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     parameters: the same on every rank, in the same order; duplicates count once. comm: all ranks that hold a copy of
     them, not only those that share a sequence. A parameter without a gradient counts as zero on that rank and
     gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32; the same
-    gradients in the same buckets give the same bits. bucket_bytes: bytes of gradients that are summed at a time; two
-    buckets of extra memory are used, on CUDA four for 16 bits. Each rank sends ``2 (n - 1) / n`` of the gradients'
-    bytes on n ranks, except that few bytes go by pairs on the CPU, up to 1 MiB from a rank, and that 16 bits are
-    reduced as 32 on CUDA, on the CPU up to 1 MiB.
+    gradients in the same buckets give the same bits. bucket_bytes: bytes of gradients that are summed at a time; on the
+    CPU a bucket of extra memory is used, on CUDA two, and four for 16 bits. Each rank sends ``2 (n - 1) / n`` of the
+    gradients' bytes on n ranks, except that few bytes go by pairs on the CPU, up to 1 MiB from a rank, and that 16 bits
+    are reduced as 32 on CUDA, on the CPU up to 1 MiB. After a `PeerError` some gradients may be sums and others not.
 
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
     that is then summed again without an optimizer step between.
@@ -139,31 +138,53 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     """
     if comm.size == 1:
         return True
+    if not changed:
+        _separate(parameters)
     marked = Sum(parameters)
     for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
-        # a rank that only announces a change sends no gradients
-        grads = [torch.zeros_like(local(p)) if changed or p.grad is None else local(p.grad) for p in bucket]
+        sums = [_addend(p, changed=changed) for p in bucket]
         asked = changed is not None and not index
-        if asked:
-            grads.append(grads[0].new_full((1,), float(bool(changed))))
         part = tag._replace(phase=index, name=f"sync_gradients (bucket {index})")
-        flat = summed(grads, comm, part, met=not asked)
-        if asked and flat[sum(grad.numel() for grad in grads) - 1]:
+        if not sum_in_place(sums, comm, part, met=not asked, veto=bool(changed) if asked else None):
             return False
-        sums = [_grad(p) for p in bucket]
-        torch._foreach_copy_(sums, _unflatten_dense_tensors(flat, sums))
+        for p, x in zip(bucket, sums):
+            _set_grad(p, x)
         marked.took(bucket)
     marked.watch()
     return True
 
 
-def _grad(p: Tensor) -> Tensor:
-    """The local part of a parameter's gradient, to be written; set as its gradient, if it had none that can be."""
-    grad = None if p.grad is None else local(p.grad)
-    if grad is None or not _is_writable(grad):
+def _separate(parameters: list[Tensor]) -> None:
+    """Give a copy of its own to a parameter whose gradient is another's too; the sum of one would change the other."""
+    taken: set[int] = set()
+    for p in parameters:
+        if p.grad is not None:
+            if local(p.grad).data_ptr() in taken:
+                p.grad = p.grad.clone()
+            taken.add(local(p.grad).data_ptr())
+
+
+def _addend(p: Tensor, *, changed: bool | None) -> Tensor:
+    """What a rank adds for a parameter, contiguous and in memory that its sum may replace: its gradient, if that is so.
+
+    A rank that only announces a change sends no gradients.
+    """
+    if changed or p.grad is None:
+        return torch.zeros_like(local(p), memory_format=torch.contiguous_format)
+    grad = local(p.grad)
+    if grad.is_contiguous() and _is_writable(grad):
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+def _set_grad(p: Tensor, value: Tensor) -> None:
+    """Make a tensor a parameter's gradient, unless it is already."""
+    if p.grad is value:
+        return
+    if p.grad is None or not _is_writable(local(p.grad)):
         p.grad = torch.zeros_like(p, requires_grad=False)
-        grad = local(p.grad)
-    return grad
+    if (grad := local(p.grad)) is not value:
+        grad.copy_(value)
 
 
 def _is_writable(x: Tensor) -> bool:

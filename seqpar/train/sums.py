@@ -8,9 +8,13 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
     rank 2   c0 c1 c2                           a2+b2+c2
 
 The pieces move by NCCL's or gloo's collectives (`Comm.sums`), or else by exchanges, which add in the order of ranks. On
-the CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a
-round, and as many rounds as the ranks have bits. Two ranks sum a single tensor so too, whatever its size: as many bytes
-as by pieces, and it is sent from where it lies.
+the CPU the number of bytes decides:
+
+    few             by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a round, and
+                    as many rounds as the ranks have bits. Two ranks sum a single tensor so too, whatever its size: as
+                    many bytes as by pieces, and it is sent from where it lies
+    many, in place  exchanges from where the tensors lie, and into them: a collective takes one flat tensor, and the
+                    copies to it and back cost more than their messages
 
 Source: recursive doubling, as in Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
 MPICH (2005), section 4.4.
@@ -24,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
@@ -34,6 +39,8 @@ from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
 
 FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
+PIECE = 1 << 19  # bytes of a piece from which its messages cost less than a copy of all elements
+JOINED = 1 << 18  # bytes of a tensor below which it is joined with others: messages cost more than a copy
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 STAGES = 6  # bits of the stages of one sum
 
@@ -163,11 +170,11 @@ def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False
     if comm.size == 1 or not count:
         return _filled(comm.empty((count,), first.dtype, first.device, kept=kept), tensors, count)
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        if _goes_whole(tensors, count, comm.size):
+        if _goes_by_pairs(tensors, count, comm.size):
             return _by_pairs(_joined(tensors, count, comm), comm, tag, kept=kept)
         flat = comm.empty((-(-count // comm.size) * comm.size,), first.dtype, first.device, kept=kept)
         if (sums := comm.sums(flat)) is None:
-            _by_pieces(_filled(flat, tensors, count), comm, tag)
+            _by_pieces([_filled(flat, tensors, count)], comm, tag)
         else:
             # ranks hear of each other while they copy
             meeting = None if met else sums.meet(tag)
@@ -176,6 +183,37 @@ def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False
                 meeting.wait()
             sums.sum_(flat, tag._replace(stage=tag.stage + 1))
     return flat
+
+
+@torch.no_grad()
+def sum_in_place(
+    tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False, veto: bool | None = None
+) -> bool:
+    """Replace contiguous tensors of one dtype, which have no memory in common, by their sums over ranks.
+
+    tag, met: as in `summed`. veto: whether this rank wants none replaced; None if no rank may. Returns whether they
+    were, on all ranks alike.
+    """
+    first, count = tensors[0], sum([x.numel() for x in tensors])
+    if comm.size > 1 and first.device.type == "cpu" and count * first.itemsize >= PIECE * comm.size:
+        small = [x for x in tensors if x.nbytes < JOINED]
+        several = [x.view(-1) for x in tensors if x.nbytes >= JOINED]
+        with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
+            if small:
+                several.append(_joined(small, sum([x.numel() for x in small]), comm))
+            if not _by_pieces(several, comm, tag, veto):
+                return False
+        if small:
+            torch._foreach_copy_(small, _unflatten_dense_tensors(several.pop(), small))
+        torch.autograd.graph.increment_version([x for x in several if not x.is_inference()])
+        return True
+    if veto is not None:
+        tensors = [*tensors, first.new_full((1,), float(veto))]
+    flat = summed(tensors, comm, tag, met=met)
+    if veto is not None and flat[count]:
+        return False
+    torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
+    return True
 
 
 def _joined(tensors: Sequence[Tensor], count: int, comm: Comm) -> Tensor:
@@ -194,7 +232,7 @@ def _filled(flat: Tensor, tensors: Sequence[Tensor], count: int) -> Tensor:
     return flat
 
 
-def _goes_whole(tensors: Sequence[Tensor], count: int, ranks: int) -> bool:
+def _goes_by_pairs(tensors: Sequence[Tensor], count: int, ranks: int) -> bool:
     """Whether `count` elements are summed by pairs of ranks: few do, and a single tensor of two ranks."""
     like = tensors[0]
     if like.device.type != "cpu":
@@ -220,13 +258,39 @@ def _by_pairs(own: Tensor, comm: Comm, tag: Tag, *, kept: bool) -> Tensor:
     return total.to(own.dtype)
 
 
-def _by_pieces(flat: Tensor, comm: Comm, tag: Tag) -> None:
-    """`summed` in place, by exchanges of pieces, summed in the order of ranks."""
-    pieces = flat.view(comm.size, -1)
-    own = pieces[comm.rank]
-    peers = [peer for peer in range(comm.size) if peer != comm.rank]
-    arrived = dict(zip(peers, comm.empty((len(peers), len(own)), flat.dtype, flat.device)))
-    comm.exchange({p: [pieces[p]] for p in peers}, {p: [arrived[p]] for p in peers}, tag=tag).wait()
-    add_in_order([arrived.get(rank, own) for rank in range(comm.size)], own)
-    tag = tag._replace(stage=tag.stage + 1)
-    comm.exchange({p: [own] for p in peers}, {p: [pieces[p]] for p in peers}, tag=tag).wait()
+def _by_pieces(tensors: Sequence[Tensor], comm: Comm, tag: Tag, veto: bool | None = None) -> bool:
+    """Replace 1-D tensors by their sums over ranks, in the order of ranks. veto and result: as in `sum_in_place`."""
+    first, peers = tensors[0], [peer for peer in range(comm.size) if peer != comm.rank]
+    pieces = _pieces(tensors, comm.size)
+    own, sends = pieces[comm.rank], {peer: pieces[peer] for peer in peers}
+    lengths = [len(x) for x in own]
+    rows = comm.empty((len(peers), sum(lengths)), first.dtype, first.device)
+    arrived = {peer: list(row.split(lengths)) for peer, row in zip(peers, rows)}
+    if veto is None:
+        comm.exchange(sends, arrived, tag=tag).wait()
+    else:
+        vetoes = torch.full((comm.size, 1), float(veto), device="cpu")
+        flags = [[*pieces[peer], vetoes[comm.rank]] for peer in peers]
+        heard = [[*arrived[peer], vetoes[peer]] for peer in peers]
+        comm.exchange(dict(zip(peers, flags)), dict(zip(peers, heard)), tag=tag).wait()
+        if vetoes.any():
+            return False
+    for piece, *addends in zip(own, *arrived.values()):
+        add_in_order([*addends[: comm.rank], piece, *addends[comm.rank :]], piece)
+    comm.exchange({peer: own for peer in peers}, sends, tag=tag._replace(stage=tag.stage + 1)).wait()
+    return True
+
+
+def _pieces(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
+    """1-D tensors, end to end, cut in a piece of equal length for each rank; the last ones may be shorter."""
+    length, at = -(-sum([len(x) for x in tensors]) // ranks), 0
+    pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for x in tensors:
+        start = 0
+        while start < len(x):
+            rank, before = divmod(at + start, length)
+            part = x[start : start + length - before]
+            pieces[rank].append(part)
+            start += len(part)
+        at += len(x)
+    return pieces

@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from seqpar.train import (
     token_log_probs,
     token_mean,
 )
+from seqpar.train import sums as summing
 
 SHARED = pytest.mark.skipif(native.missing() is not None, reason=native.missing() or "")
 SHAPES = [(3, 5), (1,), (), (0, 4), (7, 2, 2), (64,)]
@@ -89,6 +91,68 @@ def test_gradients_are_summed_over_processes(comm: str) -> None:
     check_synced(run_processes(3, synced, 300, comm=comm))
 
 
+# the bytes of a piece and of a tensor from which few gradients are summed as many are: from where they lie
+MANY, FEW = {"PIECE": 1, "JOINED": 40}, {"PIECE": 1 << 19}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_many_gradients_are_summed_where_they_lie(ranks: int, direct: bool) -> None:
+    with mock.patch.multiple(summing, **MANY):
+        for bucket_bytes in (300, 1 << 26):
+            check_synced(run_threads(ranks, synced, bucket_bytes, direct=direct))
+
+
+def many_synced(comm: Comm) -> tuple[list[Tensor | None], int]:
+    with mock.patch.multiple(summing, **MANY):
+        return synced(comm, 1 << 26)
+
+
+@pytest.mark.parametrize("comm", ["gloo", pytest.param("shm", marks=SHARED)])
+def test_many_gradients_are_summed_where_they_lie_over_processes(comm: str) -> None:
+    check_synced(run_processes(3, many_synced, comm=comm))
+
+
+def placed_differently(comm: Comm) -> list[bool]:
+    """Sums of gradients that are strided on one rank, missing on another and one tensor for two parameters on a third.
+
+    They end in the tensors that ranks had, where these can be written, and whoever saved one for a backward is told.
+    """
+    several = [nn.Parameter(torch.zeros(4, 30)) for _ in range(4)]
+    values = torch.arange(120.0).view(4, 30) + comm.rank
+    for index, p in enumerate(several):
+        p.grad = values + (index == 1 and comm.rank != 2)
+    if comm.rank == 0:
+        several[0].grad = values.t().contiguous().t()
+    elif comm.rank == 1:
+        several[0].grad = None
+    elif comm.rank == 2:
+        several[2].grad = several[1].grad
+    given = [p.grad for p in several]
+    x = torch.ones(4, 30, requires_grad=True)
+    saving = (x * given[3]).sum()
+    sync_gradients(several, comm)
+    ranks = range(comm.size)
+    expected = [
+        sum(torch.arange(120.0).view(4, 30) + rank for rank in ranks if index or rank != 1) for index in range(4)
+    ]
+    expected[1] = expected[1] + 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saving.backward()
+    kept = [p.grad is grad for p, grad in zip(several, given)]
+    kept[0] |= comm.rank == 1
+    kept[2] |= comm.rank == 2
+    return [*kept, *(torch.equal(p.grad, total) for p, total in zip(several, expected))]
+
+
+@pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many", "few"])
+def test_gradients_that_lie_differently_on_ranks_are_summed(sizes: dict[str, int]) -> None:
+    with mock.patch.multiple(summing, **sizes):
+        for direct in (True, False):
+            for found in run_threads(3, placed_differently, direct=direct):
+                assert all(found), found
+
+
 def test_gradients_are_plain_tensors_afterwards_and_parameters_have_no_hook(tmp_path: Path) -> None:
     """Of a sum nothing is saved or kept: neither with a gradient, nor when all is gone."""
 
@@ -147,7 +211,8 @@ def test_half_precision_is_summed_in_fp32() -> None:
     assert run_threads(4, half)[0].tolist() == [258.0, 4.0]
 
 
-def test_gradients_that_are_as_before_are_summed_without_a_round_and_news_is_heard() -> None:
+@pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many", "few"])
+def test_gradients_that_are_as_before_are_summed_without_a_round_and_news_is_heard(sizes: dict[str, int]) -> None:
     """One rank may have others at any time, or what cannot be summed; parameters that have none keep none."""
 
     def rank(comm: Comm) -> list[int]:
@@ -176,7 +241,8 @@ def test_gradients_that_are_as_before_are_summed_without_a_round_and_news_is_hea
         comm.agree("afterwards", {})
         return counts
 
-    assert run_threads(2, rank) == [[1, 0, 1, 1, 0, 1]] * 2
+    with mock.patch.multiple(summing, **sizes):
+        assert run_threads(2, rank) == [[1, 0, 1, 1, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=SHARED)])
