@@ -53,7 +53,7 @@ def reduced(parameters: list[nn.Parameter]) -> None:
 
 
 class Pair(NamedTuple):
-    """Ours and theirs, each to be called again and again, and what is done before each call, outside of its time."""
+    """Ours and theirs, each to be called again and again, and a backward before each call, outside of its time."""
 
     before: Callable[[], object]
     ours: Callable[[], object]

@@ -48,7 +48,7 @@ from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backen
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import Collectives, PeerError, Round, Stats, Tag, Work, checked_sides, refuse_capture, rounds
 from seqpar.comm.rendezvous import Rendezvous, machine
-from seqpar.comm.sums import BY_GLOO, BY_NCCL, HALVES, WIDENED, GlooSums, NcclSums
+from seqpar.comm.sums import BY_NCCL, NcclSums
 
 log = logging.getLogger("seqpar.comm")
 
@@ -427,15 +427,10 @@ class GroupComm(ProcessComm[GroupChannel]):
         return self._post_cuda(sends, recvs, tag)
 
     def sums(self, like: Tensor) -> Collectives | None:
-        """Sums by collectives over all ranks of the group, of NCCL or of gloo: see `Comm.sums`."""
-        channel, kind = self._channel, like.device.type
-        if self._scope or kind not in channel.carries:
+        """Sums of CUDA tensors by NCCL over all ranks of the group: see `Comm.sums`."""
+        if self._scope or like.device.type != "cuda" or self._channel.nccl is None or like.dtype not in BY_NCCL:
             return None
-        if kind == "cpu":
-            # `GlooSums` widens halves, but not those of two ranks
-            halves = like.dtype in HALVES and (self.size == 2 or like.nbytes <= WIDENED)
-            return GlooSums(self) if like.dtype in BY_GLOO or halves else None
-        return NcclSums(channel, self.stats) if like.dtype in BY_NCCL else None
+        return NcclSums(self._channel, self.stats)
 
     def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> _NcclWork:
         """An exchange over NCCL; peers are the group's ranks."""

@@ -122,13 +122,6 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Sums over all ranks of a comm by its backend's collectives."""
 
-    def meet(self, tag: Tag) -> Work | None:
-        """Post what tells ranks that all are in this call, with tensors of one size; None if nothing does.
-
-        It must have arrived before `sum_`, unless ranks know already.
-        """
-        ...
-
     def sum_(self, flat: Tensor, tag: Tag) -> None:
         """Replace a 1-D tensor, a multiple of the ranks long, by its sum over ranks; fp16 and bf16 are summed in fp32.
 

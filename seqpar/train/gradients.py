@@ -145,7 +145,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
         sums = [_addend(p, changed=changed) for p in bucket]
         asked = changed is not None and not index
         part = tag._replace(phase=index, name=f"sync_gradients (bucket {index})")
-        if not sum_in_place(sums, comm, part, met=not asked, veto=bool(changed) if asked else None):
+        if not sum_in_place(sums, comm, part, veto=bool(changed) if asked else None):
             return False
         for p, x in zip(bucket, sums):
             _set_grad(p, x)

@@ -7,14 +7,10 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
     rank 1   b0 b1 b2    ->            a1+b1+c1            ->   all three pieces, on every rank
     rank 2   c0 c1 c2                           a2+b2+c2
 
-The pieces move by NCCL's or gloo's collectives (`Comm.sums`), or else by exchanges, which add in the order of ranks. On
-the CPU the number of bytes decides:
-
-    few             by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a round, and
-                    as many rounds as the ranks have bits. Two ranks sum a single tensor so too, whatever its size: as
-                    many bytes as by pieces, and it is sent from where it lies
-    many, in place  exchanges from where the tensors lie, and into them: a collective takes one flat tensor, and the
-                    copies to it and back cost more than their messages
+CUDA tensors move by NCCL's collectives (`Comm.sums`), all others by exchanges, which add in the order of ranks, from
+where a tensor lies and to where its sum comes: collectives of gloo are slower, since they take one flat tensor. On the
+CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a
+round, and as many rounds as the ranks have bits. Two ranks sum a single tensor so too, whatever its size.
 
 Source: recursive doubling, as in Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
 MPICH (2005), section 4.4.
@@ -32,15 +28,15 @@ from torch._utils import _unflatten_dense_tensors
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
-from seqpar.comm.sums import HALVES, add_in_order
+from seqpar.comm.sums import HALVES
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
 
 FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
-PIECE = 1 << 19  # bytes of a piece from which its messages cost less than a copy of all elements
 JOINED = 1 << 18  # bytes of a tensor below which it is joined with others: messages cost more than a copy
+BLOCK = 1 << 15  # elements that are widened at a time: a cache holds them, and no memory is new
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 STAGES = 6  # bits of the stages of one sum
 
@@ -160,59 +156,55 @@ def _whole(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
 
 
 @torch.no_grad()
-def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False, kept: bool = False) -> Tensor:
+def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, kept: bool = False) -> Tensor:
     """The sum over ranks of the elements of tensors of one dtype, end to end; what may follow them is zeros.
 
-    Uses the tag's stage and those after it. met: whether ranks know already that all are in this call, with tensors of
-    one size. kept: as in `Comm.empty`.
+    Uses the tag's stage and those after it. kept: as in `Comm.empty`.
     """
     first, count = tensors[0], sum([x.numel() for x in tensors])
     if comm.size == 1 or not count:
         return _filled(comm.empty((count,), first.dtype, first.device, kept=kept), tensors, count)
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-        if _goes_by_pairs(tensors, count, comm.size):
+        # two ranks send a single tensor from where it lies
+        alone = comm.size == 2 and len(tensors) == 1 and first.device.type == "cpu"
+        if alone or _are_few(first, count, comm.size):
             return _by_pairs(_joined(tensors, count, comm), comm, tag, kept=kept)
         flat = comm.empty((-(-count // comm.size) * comm.size,), first.dtype, first.device, kept=kept)
-        if (sums := comm.sums(flat)) is None:
-            _by_pieces([_filled(flat, tensors, count)], comm, tag)
+        if (sums := comm.sums(flat)) is not None:
+            sums.sum_(_filled(flat, tensors, count), tag)
         else:
-            # ranks hear of each other while they copy
-            meeting = None if met else sums.meet(tag)
-            _filled(flat, tensors, count)
-            if meeting is not None:
-                meeting.wait()
-            sums.sum_(flat, tag._replace(stage=tag.stage + 1))
+            _by_pieces([_joined(tensors, count, comm)], comm, tag, out=flat)
+            flat[count:].zero_()
     return flat
 
 
 @torch.no_grad()
-def sum_in_place(
-    tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, met: bool = False, veto: bool | None = None
-) -> bool:
+def sum_in_place(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, veto: bool | None = None) -> bool:
     """Replace contiguous tensors of one dtype, which have no memory in common, by their sums over ranks.
 
-    tag, met: as in `summed`. veto: whether this rank wants none replaced; None if no rank may. Returns whether they
-    were, on all ranks alike.
+    tag: as in `summed`. veto: whether this rank wants none replaced; None if no rank may. Returns whether they were, on
+    all ranks alike.
     """
     first, count = tensors[0], sum([x.numel() for x in tensors])
-    if comm.size > 1 and first.device.type == "cpu" and count * first.itemsize >= PIECE * comm.size:
-        small = [x for x in tensors if x.nbytes < JOINED]
-        several = [x.view(-1) for x in tensors if x.nbytes >= JOINED]
-        with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
-            if small:
-                several.append(_joined(small, sum([x.numel() for x in small]), comm))
-            if not _by_pieces(several, comm, tag, veto):
-                return False
-        if small:
-            torch._foreach_copy_(small, _unflatten_dense_tensors(several.pop(), small))
-        torch.autograd.graph.increment_version([x for x in several if not x.is_inference()])
+    on_cpu, by_collectives = first.device.type == "cpu", comm.sums(first) is not None
+    if comm.size == 1 or not on_cpu or by_collectives or _are_few(first, count, comm.size):
+        if veto is not None:
+            tensors = [*tensors, first.new_full((1,), float(veto))]
+        flat = summed(tensors, comm, tag)
+        if veto is not None and flat[count]:
+            return False
+        torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
         return True
-    if veto is not None:
-        tensors = [*tensors, first.new_full((1,), float(veto))]
-    flat = summed(tensors, comm, tag, met=met)
-    if veto is not None and flat[count]:
-        return False
-    torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
+    small = [x for x in tensors if x.nbytes < JOINED]
+    several = [x.view(-1) for x in tensors if x.nbytes >= JOINED]
+    with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
+        if small:
+            several.append(_joined(small, sum([x.numel() for x in small]), comm))
+        if not _by_pieces(several, comm, tag, veto=veto):
+            return False
+    if small:
+        torch._foreach_copy_(small, _unflatten_dense_tensors(several.pop(), small))
+    torch.autograd.graph.increment_version([x for x in several if not x.is_inference()])
     return True
 
 
@@ -232,14 +224,10 @@ def _filled(flat: Tensor, tensors: Sequence[Tensor], count: int) -> Tensor:
     return flat
 
 
-def _goes_by_pairs(tensors: Sequence[Tensor], count: int, ranks: int) -> bool:
-    """Whether `count` elements are summed by pairs of ranks: few do, and a single tensor of two ranks."""
-    like = tensors[0]
-    if like.device.type != "cpu":
-        return False
+def _are_few(like: Tensor, count: int, ranks: int) -> bool:
+    """Whether `count` elements are summed by pairs of ranks."""
     itemsize = 4 if like.dtype in HALVES and ranks > 2 else like.itemsize
-    # several tensors are joined in memory that can hold their sum; a single tensor is sent from where it lies
-    return (ranks == 2 and len(tensors) == 1) or count * itemsize * (ranks - 1).bit_length() <= FEW
+    return like.device.type == "cpu" and count * itemsize * (ranks - 1).bit_length() <= FEW
 
 
 def _by_pairs(own: Tensor, comm: Comm, tag: Tag, *, kept: bool) -> Tensor:
@@ -258,13 +246,24 @@ def _by_pairs(own: Tensor, comm: Comm, tag: Tag, *, kept: bool) -> Tensor:
     return total.to(own.dtype)
 
 
-def _by_pieces(tensors: Sequence[Tensor], comm: Comm, tag: Tag, veto: bool | None = None) -> bool:
-    """Replace 1-D tensors by their sums over ranks, in the order of ranks. veto and result: as in `sum_in_place`."""
+def _by_pieces(
+    tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, out: Tensor | None = None, veto: bool | None = None
+) -> bool:
+    """Replace 1-D tensors by their sums over ranks, in the order of ranks, or write these end to end into `out`.
+
+    out: 1-D, a multiple of the ranks long. veto, and the result: as in `sum_in_place`.
+    """
     first, peers = tensors[0], [peer for peer in range(comm.size) if peer != comm.rank]
     pieces = _pieces(tensors, comm.size)
     own, sends = pieces[comm.rank], {peer: pieces[peer] for peer in peers}
     lengths = [len(x) for x in own]
-    rows = comm.empty((len(peers), sum(lengths)), first.dtype, first.device)
+    if out is None:
+        places, rows = pieces, comm.empty((len(peers), sum(lengths)), first.dtype, first.device).unbind()
+    else:
+        # what arrives has place where the sums of other ranks come later
+        parts = out.view(comm.size, -1)
+        places = [list(part[: sum(map(len, piece))].split([*map(len, piece)])) for part, piece in zip(parts, pieces)]
+        rows = [parts[peer, : sum(lengths)] for peer in peers]
     arrived = {peer: list(row.split(lengths)) for peer, row in zip(peers, rows)}
     if veto is None:
         comm.exchange(sends, arrived, tag=tag).wait()
@@ -275,9 +274,12 @@ def _by_pieces(tensors: Sequence[Tensor], comm: Comm, tag: Tag, veto: bool | Non
         comm.exchange(dict(zip(peers, flags)), dict(zip(peers, heard)), tag=tag).wait()
         if vetoes.any():
             return False
-    for piece, *addends in zip(own, *arrived.values()):
-        add_in_order([*addends[: comm.rank], piece, *addends[comm.rank :]], piece)
-    comm.exchange({peer: own for peer in peers}, sends, tag=tag._replace(stage=tag.stage + 1)).wait()
+    sums = places[comm.rank]
+    for piece, place, *addends in zip(own, sums, *arrived.values()):
+        addend = piece if out is None else place.copy_(piece)
+        _add_in_order([*addends[: comm.rank], addend, *addends[comm.rank :]], place)
+    after = tag._replace(stage=tag.stage + 1)
+    comm.exchange({peer: sums for peer in peers}, {peer: places[peer] for peer in peers}, tag=after).wait()
     return True
 
 
@@ -294,3 +296,18 @@ def _pieces(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
             start += len(part)
         at += len(x)
     return pieces
+
+
+def _add_in_order(addends: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of 1-D addends, in order, into `out`, which may be one of them; the first may be overwritten too.
+
+    fp16 and bf16 are summed in fp32.
+    """
+    if out.dtype in HALVES and out.device.type == "cpu" and len(out) > BLOCK:
+        for first, *parts in zip(*(torch.split(x, BLOCK) for x in (out, *addends))):
+            _add_in_order(parts, first)
+        return
+    total = addends[0].to(torch.float32 if out.dtype in HALVES else out.dtype)
+    for x in addends[1:-1]:
+        total += x
+    torch.add(total, addends[-1], out=out)

@@ -91,8 +91,8 @@ def test_gradients_are_summed_over_processes(comm: str) -> None:
     check_synced(run_processes(3, synced, 300, comm=comm))
 
 
-# the bytes of a piece and of a tensor from which few gradients are summed as many are: from where they lie
-MANY, FEW = {"PIECE": 1, "JOINED": 40}, {"PIECE": 1 << 19}
+# with the first, gradients of few bytes are summed as those of many are: from where they lie
+MANY, FEW = {"FEW": 0, "JOINED": 40}, {"FEW": 1 << 20}
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -566,37 +566,45 @@ def test_a_model_with_statistics_over_tokens_is_refused_by_name() -> None:
     check_model(nn.TransformerEncoderLayer(8, 2))
 
 
-SIZES = {torch.float32: (9, 400_000), torch.bfloat16: (400_000, 700_000)}  # by pairs or not; widened or not
+SIZES = (9, 400_000)  # by pairs, and by pieces
 
 
-def by_collectives(comm: Comm, dtype: torch.dtype) -> list[Tensor]:
-    """What ranks sum by gloo's collective, twice with another rank late, and by exchanges."""
-    results = []
-    for late, sums in ((0, comm.sums), (comm.size - 1, comm.sums), (0, lambda like: None)):
-        comm.sums = sums
-        for n in SIZES[dtype]:
-            x = torch.randn(n, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+def in_turns(comm: Comm, dtype: torch.dtype) -> list[Tensor]:
+    """Sums of few and of many elements, with another rank late each time, and of gradients of both sizes."""
+    found = []
+    for late in range(comm.size):
+        several = [torch.randn(n, generator=torch.Generator().manual_seed(comm.rank)).to(dtype) for n in SIZES]
+        for x in several:
             if comm.rank == late:
                 time.sleep(0.02)
-            results.append(all_sum(x, comm))
-    return results
+            found.append(all_sum(x, comm))
+        parameters = [nn.Parameter(torch.zeros_like(x)) for x in several]
+        for p, x in zip(parameters, several):
+            p.grad = x
+        sync_gradients(parameters, comm)
+        found += several
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.sampled(2)
-def test_ranks_sum_by_a_collective_with_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
-    found = run_processes(ranks, by_collectives, dtype)
-    for results in found:
-        for x, first in zip(results, found[0], strict=True):
-            assert torch.equal(x, first), "on all ranks"
-        few, many, few_again, many_again, few_in_order, many_in_order = results
-        assert torch.equal(few, few_again) and torch.equal(many, many_again), "whoever is late"
-        close = torch.finfo(dtype).eps * ranks
-        torch.testing.assert_close(many, many_in_order, rtol=close, atol=close)
-        torch.testing.assert_close(few, few_in_order, rtol=close, atol=close)
-        if ranks == 2:
-            assert torch.equal(few, few_in_order) and torch.equal(many, many_in_order)
+def test_sums_have_the_same_bits_on_all_ranks_and_over_every_transport(ranks: int, dtype: torch.dtype) -> None:
+    kinds = ["gloo", *([] if native.missing() else ["shm"])]
+    results = [
+        run_threads(ranks, in_turns, dtype),
+        *(run_processes(ranks, in_turns, dtype, comm=kind) for kind in kinds),
+    ]
+    several = [torch.randn(SIZES[1], generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(ranks)]
+    few, many, few_gradients, many_gradients = results[0][0][:4]
+    expected = several[0].float()
+    for x in several[1:]:
+        expected = expected + x.float()
+    assert torch.equal(many, expected.to(dtype)) and torch.equal(many_gradients, many)
+    torch.testing.assert_close(few_gradients, few)
+    for found in [each for by_rank in results for each in by_rank]:
+        for x, first in zip(found, results[0][0][:4] * ranks, strict=True):
+            assert torch.equal(x, first)
 
 
 def of_other_size(comm: Comm, other: int) -> str:
@@ -613,8 +621,7 @@ def of_other_size(comm: Comm, other: int) -> str:
 
 
 @pytest.mark.parametrize(("ranks", "other"), [(2, 0), (3, 1), (4, 3)])
-def test_tensors_of_other_sizes_never_meet_in_a_collective(ranks: int, other: int) -> None:
-    """gloo would end the process."""
+def test_tensors_of_other_sizes_never_meet(ranks: int, other: int) -> None:
     for text in run_processes(ranks, of_other_size, other):
         assert "do not meet" in text and "all_sum (forward)" in text, text
 
@@ -622,7 +629,7 @@ def test_tensors_of_other_sizes_never_meet_in_a_collective(ranks: int, other: in
 class FailingSums:
     """Sums of a rank that fails when all others are in theirs."""
 
-    def meet(self, tag: object) -> None:
+    def sum_(self, flat: Tensor, tag: object) -> None:
         raise ArithmeticError("a test")
 
 
@@ -636,7 +643,7 @@ def leaves(comm: Comm) -> str:
     return "nothing was noticed"
 
 
-def test_a_rank_that_fails_in_a_collective_is_named() -> None:
+def test_a_rank_that_fails_in_a_sum_is_named() -> None:
     waiting, failing, _ = run_processes(3, leaves)
     assert failing == "a test"
     assert (
