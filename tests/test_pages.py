@@ -167,8 +167,9 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     speeds = [f"{row[kind][0]:.2f}" for kind in ("speedup", "predicted") for row in trees]
     yield "shared_prefix.json", "a decoder's step on 8 answers", speeds
     large = [row for row in record("sums.json")["rows"] if row["dtype"] == "float32" and row["bytes"] == 1 << 25]
-    kinds = ("sync_gradients", "all_sum")
-    yield "sums.json", "sums of fp32", [ends(row["ratio"] for row in large if row["what"] == what) for what in kinds]
+    kinds = [(over, what) for over in ("gloo", "shm") for what in ("sync_gradients", "all_sum")]
+    several = [ends(row["ratio"] for row in large if (row["over"], row["what"]) == kind) for kind in kinds]
+    yield "sums.json", "sums of fp32", several
     beside = {row["case"]: f"{row['ratio']:.2f}" for row in record("log_probs.json")["rows"]}
     cases = ["forward", *(f"step{head}{entropy}" for entropy in ("", ", entropy in the loss") for head in HEADS)]
     yield "log_probs.json", "log-probabilities of", [beside[case] for case in cases]
