@@ -22,19 +22,21 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set u
 class SavedState:
     """A model's state besides its parameters: buffers, and attributes such as the length of a table.
 
-    Lists, sets, dicts, random generators and plain objects in attributes are restored too, and those inside them, such
-    as the counters of a library's hooks; tensors are not copied.
+    Lists, sets, dicts, tensors, random generators and plain objects in attributes are restored too, and those inside
+    them, such as the counters of a library's hooks. So are these in the arguments of its forward.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, arguments: Iterable[Any] = ()) -> None:
         self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._types = [type(m) for m in self._modules]
         self._buffers = [dict(m._buffers) for m in self._modules]
         self._attributes = [{} if _is_wrapper(m) else dict(m.__dict__) for m in self._modules]
         own = [x for several in self._attributes for name, x in several.items() if name not in OF_MODULES]
-        inside = list(held(own))
+        kept = {id(x) for m in self._modules for x in (*m._parameters.values(), *m._buffers.values())}
+        inside = [x for x in held([*own, *arguments]) if id(x) not in kept]
         self._objects = [(x, copy(x)) for x in inside if type(x) in (list, set, dict)]
-        self._drawing = [(x, _state_of(x)) for x in inside if isinstance(x, (random.Random, np.random.Generator))]
+        self._drawing = [(x, _state_of(x)) for x in inside if isinstance(x, GENERATORS)]
+        self._tensors = [_Kept(x) for x in inside if type(x) in (Tensor, nn.Parameter) and _is_dense(x)]
         self._copies: Buffers = {
             (m, name): x.clone()
             for m, several in zip(self._modules, self._buffers) for name, x in several.items() if x is not None
@@ -77,8 +79,35 @@ class SavedState:
                 x.update(before)
         for x, drawn in self._drawing:
             _set_state(x, drawn)
+        for each in self._tensors:
+            each.restore()
 
 
+class _Kept:
+    """The values of a tensor that is no parameter or buffer."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensor, self._version, self._values = x, self._version_of(x), x.detach().clone()
+
+    @staticmethod
+    def _version_of(x: Tensor) -> int:
+        return -1 if x.is_inference() else x._version
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the values back, if the tensor was written to since."""
+        x = self._tensor
+        if self._version_of(x) == self._version >= 0 or x.shape != self._values.shape or torch.equal(x, self._values):
+            return
+        x.copy_(self._values)
+        self._version = self._version_of(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout == torch.strided and not (x.is_meta or x.is_quantized or x.is_nested)
+
+
+GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 OF_MODULES = nn.Module().__dict__.keys()
 # packages whose objects do not hold the state of a model
 STATELESS = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "concurrent", "multiprocessing", "logging")
@@ -117,12 +146,16 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return x.dtype.is_floating_point and bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
-def _state_of(source: random.Random | np.random.Generator) -> Any:
+def _state_of(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return source.get_state()
     return source.getstate() if isinstance(source, random.Random) else source.bit_generator.state
 
 
-def _set_state(source: random.Random | np.random.Generator, state: Any) -> None:
-    if isinstance(source, random.Random):
+def _set_state(source: Any, state: Any) -> None:
+    if isinstance(source, torch.Generator):
+        source.set_state(state)
+    elif isinstance(source, random.Random):
         source.setstate(state)
     else:
         source.bit_generator.state = state
@@ -133,9 +166,13 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 @contextmanager
-def saved(model: nn.Module) -> Iterator[SavedState]:
-    """Restore the model, and the random generators of torch, Python and numpy, after the block."""
-    state, drawn, others = SavedState(model), torch.get_rng_state(), (random.getstate(), np.random.get_state())
+def saved(model: nn.Module, arguments: Iterable[Any] = ()) -> Iterator[SavedState]:
+    """Restore the model, its arguments, and the random generators of torch, Python and numpy, after the block."""
+    state, drawn, others = (
+        SavedState(model, arguments),
+        torch.get_rng_state(),
+        (random.getstate(), np.random.get_state()),
+    )
     devices = {x.device for x in (*model.buffers(), *model.parameters())}
     states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
     try:

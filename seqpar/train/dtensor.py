@@ -25,8 +25,8 @@ def local(x: Any) -> Tensor:
 
 
 def version(x: Any) -> int:
-    """The version counter of the local part of x, which every change in place advances."""
-    return (x._local_tensor if is_dtensor(x) else x)._version  # type: ignore[no-any-return]
+    """The version counter of x, which every change in place advances; of a DTensor, together with its local part's."""
+    return x._version + (x._local_tensor._version if is_dtensor(x) else 0)  # type: ignore[no-any-return]
 
 
 def global_rank() -> int:

@@ -21,7 +21,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import uncompiled
 from seqpar.facts.value import whole
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import digest_of_call, remember
+from seqpar.ops.core.agreement import abort_on_error, digest_of_call, errors_on_all_ranks, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
@@ -49,7 +49,8 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced,
     and for sparse gradients. On every rank, before any gradient moves.
     """
-    several, bucket_bytes = _once(parameters), whole("bucket_bytes", bucket_bytes, 1)
+    with errors_on_all_ranks("sync_gradients", comm):
+        several, bucket_bytes = _once(parameters), whole("bucket_bytes", bucket_bytes, 1)
     claim = _Claim.of(several, bucket_bytes)
     if not _sum_as_before(several, claim, comm, bucket_bytes):
         present = _agreed(several, claim, comm)
@@ -129,7 +130,6 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
     return _sum(chosen, comm, Tag(claim.digest, comm.next_call(), 0, 0), bucket_bytes, changed=changed)
 
 
-@torch.no_grad()
 def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, changed: bool | None = None) -> bool:
     """Replace the gradients by their sums, bucket after bucket; each bucket is a phase of the call.
 
@@ -138,30 +138,44 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     """
     if comm.size == 1:
         return True
-    if not changed:
-        _separate(parameters)
-    marked = Sum(parameters)
-    for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
-        sums = [_addend(p, changed=changed) for p in bucket]
-        asked = changed is not None and not index
-        part = tag._replace(phase=index, name=f"sync_gradients (bucket {index})")
-        if not sum_in_place(sums, comm, part, veto=bool(changed) if asked else None):
-            return False
-        for p, x in zip(bucket, sums):
-            _set_grad(p, x)
-        marked.took(bucket)
-    marked.watch()
+    # gradients that are made here have versions, which those of inference mode lack
+    with torch.inference_mode(False), torch.no_grad(), abort_on_error(comm, "sync_gradients"):
+        if not changed:
+            _separate(parameters)
+        marked = Sum(parameters)
+        for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
+            sums = [_addend(p, changed=changed) for p in bucket]
+            asked = changed is not None and not index
+            part = tag._replace(phase=index, name=f"sync_gradients (bucket {index})")
+            if not sum_in_place(sums, comm, part, veto=bool(changed) if asked else None):
+                return False
+            for p, x in zip(bucket, sums):
+                _set_grad(p, x)
+        marked.took(parameters)  # at the end, since gradients that share memory have one version
+        marked.watch()
     return True
 
 
 def _separate(parameters: list[Tensor]) -> None:
-    """Give a copy of its own to a parameter whose gradient is another's too; the sum of one would change the other."""
-    taken: set[int] = set()
-    for p in parameters:
-        if p.grad is not None:
-            if local(p.grad).data_ptr() in taken:
-                p.grad = p.grad.clone()
-            taken.add(local(p.grad).data_ptr())
+    """Give gradients that overlap in memory copies of their own, since the sum of one would change another.
+
+    Autograd makes such gradients: of ``a + torch.cat([b, c])`` those of b and c may be views of that of a.
+    """
+    spans = sorted((*_span(local(p.grad)), index) for index, p in enumerate(parameters) if p.grad is not None)
+    end = 0
+    for start, stop, index in spans:
+        if start < min(stop, end):
+            parameters[index].grad = parameters[index].grad.clone()  # type: ignore[union-attr]
+        else:
+            end = max(end, stop)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to its last one; none for a tensor without elements."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    return start, start + (sum([(n - 1) * step for n, step in zip(x.shape, x.stride())]) + 1) * x.itemsize
 
 
 def _addend(p: Tensor, *, changed: bool | None) -> Tensor:

@@ -156,10 +156,11 @@ def _whole(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
 
 
 @torch.no_grad()
-def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, kept: bool = False) -> Tensor:
+def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, few: bool | None = None, kept: bool = False) -> Tensor:
     """The sum over ranks of the elements of tensors of one dtype, end to end; what may follow them is zeros.
 
-    Uses the tag's stage and those after it. kept: as in `Comm.empty`.
+    Uses the tag's stage and those after it. few: whether to sum by pairs on the CPU; by default the bytes decide. kept:
+    as in `Comm.empty`.
     """
     first, count = tensors[0], sum([x.numel() for x in tensors])
     if comm.size == 1 or not count:
@@ -167,7 +168,7 @@ def summed(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, kept: bool = Fals
     with abort_on_error(comm, f"a sum over ranks, call {tag.call}"):
         # two ranks send a single tensor from where it lies
         alone = comm.size == 2 and len(tensors) == 1 and first.device.type == "cpu"
-        if alone or _are_few(first, count, comm.size):
+        if alone or (_are_few(first, count, comm.size) if few is None else few):
             return _by_pairs(_joined(tensors, count, comm), comm, tag, kept=kept)
         flat = comm.empty((-(-count // comm.size) * comm.size,), first.dtype, first.device, kept=kept)
         if (sums := comm.sums(flat)) is not None:
@@ -186,11 +187,11 @@ def sum_in_place(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, veto: bool 
     all ranks alike.
     """
     first, count = tensors[0], sum([x.numel() for x in tensors])
-    on_cpu, by_collectives = first.device.type == "cpu", comm.sums(first) is not None
-    if comm.size == 1 or not on_cpu or by_collectives or _are_few(first, count, comm.size):
+    few, by_collectives = _are_few(first, count, comm.size), comm.sums(first) is not None
+    if comm.size == 1 or first.device.type != "cpu" or by_collectives or few:
         if veto is not None:
             tensors = [*tensors, first.new_full((1,), float(veto))]
-        flat = summed(tensors, comm, tag)
+        flat = summed(tensors, comm, tag, few=few)  # the veto among them must not decide
         if veto is not None and flat[count]:
             return False
         torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
@@ -253,33 +254,44 @@ def _by_pieces(
 
     out: 1-D, a multiple of the ranks long. veto, and the result: as in `sum_in_place`.
     """
-    first, peers = tensors[0], [peer for peer in range(comm.size) if peer != comm.rank]
-    pieces = _pieces(tensors, comm.size)
-    own, sends = pieces[comm.rank], {peer: pieces[peer] for peer in peers}
+    pieces = places = _pieces(tensors, comm.size)
+    if out is not None:
+        places = [
+            list(part[: sum(lengths)].split(lengths))
+            for part, lengths in zip(out.view(comm.size, -1), ([len(x) for x in several] for several in pieces))
+        ]
+    if not _sum_own(pieces, comm, tag, out, places[comm.rank], veto):
+        return False
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    sends, recvs = {peer: places[comm.rank] for peer in peers}, {peer: places[peer] for peer in peers}
+    comm.exchange(sends, recvs, tag=tag._replace(stage=tag.stage + 1)).wait()
+    return True
+
+
+def _sum_own(
+    pieces: Sequence[Sequence[Tensor]], comm: Comm, tag: Tag, out: Tensor | None, sums: Sequence[Tensor],
+    veto: bool | None,
+) -> bool:  # fmt: skip
+    """Write the sums of this rank's pieces into `sums`, which may be the pieces. The rest as in `_by_pieces`."""
+    own, peers = pieces[comm.rank], [peer for peer in range(comm.size) if peer != comm.rank]
     lengths = [len(x) for x in own]
     if out is None:
-        places, rows = pieces, comm.empty((len(peers), sum(lengths)), first.dtype, first.device).unbind()
-    else:
-        # what arrives has place where the sums of other ranks come later
-        parts = out.view(comm.size, -1)
-        places = [list(part[: sum(map(len, piece))].split([*map(len, piece)])) for part, piece in zip(parts, pieces)]
-        rows = [parts[peer, : sum(lengths)] for peer in peers]
+        rows = comm.empty((len(peers), sum(lengths)), own[0].dtype, own[0].device).unbind()
+    else:  # what arrives lies where the sums of other ranks come later
+        rows = tuple(out.view(comm.size, -1)[peer, : sum(lengths)] for peer in peers)
     arrived = {peer: list(row.split(lengths)) for peer, row in zip(peers, rows)}
-    if veto is None:
-        comm.exchange(sends, arrived, tag=tag).wait()
-    else:
+    sends: dict[int, Sequence[Tensor]] = {peer: pieces[peer] for peer in peers}
+    recvs: dict[int, Sequence[Tensor]] = dict(arrived)
+    if veto is not None:
         vetoes = torch.full((comm.size, 1), float(veto), device="cpu")
-        flags = [[*pieces[peer], vetoes[comm.rank]] for peer in peers]
-        heard = [[*arrived[peer], vetoes[peer]] for peer in peers]
-        comm.exchange(dict(zip(peers, flags)), dict(zip(peers, heard)), tag=tag).wait()
-        if vetoes.any():
-            return False
-    sums = places[comm.rank]
+        sends = {peer: [*several, vetoes[comm.rank]] for peer, several in sends.items()}
+        recvs = {peer: [*several, vetoes[peer]] for peer, several in recvs.items()}
+    comm.exchange(sends, recvs, tag=tag).wait()
+    if veto is not None and vetoes.any():
+        return False
     for piece, place, *addends in zip(own, sums, *arrived.values()):
         addend = piece if out is None else place.copy_(piece)
         _add_in_order([*addends[: comm.rank], addend, *addends[comm.rank :]], place)
-    after = tag._replace(stage=tag.stage + 1)
-    comm.exchange({peer: sums for peer in peers}, {peer: places[peer] for peer in peers}, tag=after).wait()
     return True
 
 

@@ -24,6 +24,7 @@ from seqpar.train import (
     clip_grad_norm,
     cross_entropy,
     grad_norm,
+    gradients,
     linear_cross_entropy,
     sync_gradients,
     token_log_probs,
@@ -151,6 +152,80 @@ def test_gradients_that_lie_differently_on_ranks_are_summed(sizes: dict[str, int
         for direct in (True, False):
             for found in run_threads(3, placed_differently, direct=direct):
                 assert all(found), found
+
+
+def sharing_memory(comm: Comm, bucket_bytes: int) -> list[Tensor]:
+    """Sums of gradients that autograd makes as views of one another."""
+    a, b, c = (nn.Parameter(torch.zeros(n)) for n in (60, 20, 40))
+    ((a.view(60) + torch.cat([b, c])) * torch.ones(60)).sum().backward()
+    memory = {p.grad.untyped_storage().data_ptr() for p in (a, b, c)}
+    assert len(memory) == 1
+    sync_gradients([a, b, c], comm, bucket_bytes=bucket_bytes)
+    with pytest.raises(ValueError, match="these gradients are sums over ranks already"):
+        sync_gradients([a, b, c], comm, bucket_bytes=bucket_bytes)
+    return [a.grad, b.grad, c.grad]
+
+
+@pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 26])
+def test_gradients_that_share_memory_are_summed_once(sizes: dict[str, int], bucket_bytes: int) -> None:
+    with mock.patch.multiple(summing, **sizes):
+        for grads in run_threads(3, sharing_memory, bucket_bytes):
+            assert all(bool((grad == 3).all()) for grad in grads)
+
+
+def test_gradients_are_summed_in_the_same_order_at_every_step() -> None:
+    """With as many bytes as go by pairs: the flag that later steps send along must not change that."""
+
+    def rank(comm: Comm) -> bool:
+        comm.check_every, p = "batch", nn.Parameter(torch.zeros(summing.FEW // 8))
+        given, found = torch.randn(p.shape, generator=torch.Generator().manual_seed(comm.rank)), []
+        for _ in range(2):
+            p.grad = given.clone()
+            sync_gradients(p, comm)
+            found.append(p.grad)
+        return torch.equal(*found)
+
+    assert run_threads(3, rank) == [True] * 3
+
+
+def test_gradients_are_summed_in_inference_mode() -> None:
+    def rank(comm: Comm) -> Tensor:
+        p = nn.Parameter(torch.zeros(3))
+        with torch.inference_mode():
+            p.grad = torch.ones(3) if comm.rank else None
+            sync_gradients(p, comm)
+        return p.grad
+
+    assert [grad.tolist() for grad in run_threads(3, rank)] == [[2.0] * 3] * 3
+
+
+def test_an_error_between_buckets_and_a_wrong_argument_are_told_to_all_ranks() -> None:
+    def rank(comm: Comm, bucket_bytes: list[int]) -> str:
+        several = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        for p in several:
+            p.grad = torch.ones(3)
+        if comm.rank == 1:
+            several[1].grad = torch.ones(1).expand(3)  # of which a copy is made
+        try:
+            sync_gradients(several, comm, bucket_bytes=bucket_bytes[comm.rank])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def failing(p: Tensor, *, changed: bool | None) -> Tensor:
+        if not p.grad.is_contiguous() or p.grad.stride() == (0,):
+            raise MemoryError("a test")
+        return p.grad
+
+    start = time.monotonic()
+    with mock.patch.object(gradients, "_addend", failing):
+        wrong, others = run_threads(2, rank, [0, 1], timeout=60.0)
+        assert "bucket_bytes must be an integer of at least 1" in wrong
+        assert others.startswith("PeerError") and "sync_gradients" in others
+        others, failed = run_threads(2, rank, [1, 1], timeout=60.0)
+    assert failed == "MemoryError: a test" and "root cause: rank 1" in others and "MemoryError" in others
+    assert time.monotonic() - start < 30.0
 
 
 def test_gradients_are_plain_tensors_afterwards_and_parameters_have_no_hook(tmp_path: Path) -> None:

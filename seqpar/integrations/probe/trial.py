@@ -50,7 +50,7 @@ def try_model(
     the model's forward, so further runs are allowed.
 
     A rank with too few rows runs the unchanged arguments twice, and then as often as the ranks that it runs with. The
-    model is restored: buffers, attributes, random generators, compiled code.
+    model is restored: buffers, attributes, random generators, compiled code; so are the arguments.
 
     Raises: RuntimeError, on all ranks that run together, if the first run fails on only some of them.
     """
@@ -59,7 +59,7 @@ def try_model(
     if any(x.is_meta for x in arguments if has_rows(x)) or (parameters and all(p.is_meta for p in parameters)):
         return Verdict(saw=False)  # no values to compare, and attention refuses them
     tensors = {i: x for i, x in enumerate(arguments) if has_rows(x) and not is_mask(x, count)}
-    with torch.no_grad(), eager(model), saved(model) as state:
+    with torch.no_grad(), eager(model), saved(model, [args, kwargs]) as state:
         trial = _Trial(model, run, args, kwargs, replacing, state, tensors, gather, alone)
         waiting = itertools.islice(readings_of(tensors, positions) if count > 1 else iter(()), readings)
         reading, best = next(waiting, None), None
