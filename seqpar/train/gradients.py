@@ -138,7 +138,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     """
     if comm.size == 1:
         return True
-    # gradients that are made here have versions, which those of inference mode lack
+    # so that new gradients have versions, which those of inference mode lack
     with torch.inference_mode(False), torch.no_grad(), abort_on_error(comm, "sync_gradients"):
         if not changed:
             _separate(parameters)

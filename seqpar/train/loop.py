@@ -178,7 +178,8 @@ class Loop:
             self._count, self._agreed = len(every), False
         self._sample = spread(every) if self._agreed else every
         self._places = None if self._places is None else buffer_places(self.model)
-        trained = [each.parameter for each in spread(every) if each.trained]
+        # FSDP1 has parameters that are views of its own
+        trained = [each.parameter for each in spread(every) if each.trained and each.parameter.is_leaf]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
 
     def _accumulated(self, parameter: Tensor) -> None:

@@ -276,7 +276,7 @@ def _sum_own(
     own, peers = pieces[comm.rank], [peer for peer in range(comm.size) if peer != comm.rank]
     lengths = [len(x) for x in own]
     if out is None:
-        rows = comm.empty((len(peers), sum(lengths)), own[0].dtype, own[0].device).unbind()
+        rows = comm.empty((len(peers), sum(lengths)), pieces[0][0].dtype, pieces[0][0].device).unbind()
     else:  # what arrives lies where the sums of other ranks come later
         rows = tuple(out.view(comm.size, -1)[peer, : sum(lengths)] for peer in peers)
     arrived = {peer: list(row.split(lengths)) for peer, row in zip(peers, rows)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -192,6 +193,59 @@ def test_a_mask_for_every_head_is_one_for_all_of_them() -> None:
         attended(WHOLE, attn_mask=every)
     with seqpar.sdpa(ALONE, LocalComm()):
         assert torch.allclose(attended(WHOLE, attn_mask=every[:1]), expected())
+
+
+def test_the_triangle_of_all_rows_is_the_mask_of_documents_or_of_a_plan_of_one() -> None:
+    lengths, x = [3, 5], WHOLE[0].flatten(1)
+    triangles = [torch.ones(n, n).tril().bool() for n in lengths]
+    plans = [ALONE.with_mask(Mask(lengths)), Plan(Mask(lengths), Layout([range(TOKENS), []]))]
+
+    def on(plan: Plan, mask: Tensor, causal: bool) -> Tensor:
+        def rank(comm: Comm) -> Tensor:
+            rows, own = (seqpar.shard(each, plan, comm.rank) for each in (x, mask))
+            with seqpar.sdpa(plan, comm):
+                # torch's encoders say so of a triangle
+                out = multihead(rows, need_weights=False, attn_mask=own, is_causal=causal and len(rows) > 0)
+            return seqpar.unshard(out, plan, comm)
+
+        return run_threads(plan.ranks, rank, timeout=20.0)[0]
+
+    for plan in plans:
+        with advised(
+            ValueError,
+            "give it the mask of the documents, ~torch.block_diag(...) of their triangles, or a plan of one document",
+        ):
+            on(plan, ~TRIANGLE, True)
+        apart = ~torch.block_diag(*triangles).bool()
+        assert torch.allclose(on(plan, apart, False), multihead(x, need_weights=False, attn_mask=apart))
+        for one in (plan.with_mask(MASK), plan.with_mask(Mask([TOKENS], causal=False))):
+            found = on(one, ~TRIANGLE, True)
+            assert torch.allclose(found, multihead(x, need_weights=False, attn_mask=~TRIANGLE))
+
+
+def test_a_mask_that_is_no_plain_tensor_is_given_as_one() -> None:
+    bias = causal_upper_left(TOKENS, TOKENS)
+    with advised(NotImplementedError, "give is_causal=True and a causal plan, or a plain tensor"):
+        on_two_ranks(lambda comm, rows: attended(rows, attn_mask=bias))
+    with advised(NotImplementedError, "give attn_mask.to_dense()"):
+        on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm).to_sparse()))
+    assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
+    dense = on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm).to_sparse().to_dense()))
+    assert torch.allclose(dense, expected())
+
+
+def test_nested_tensors_are_given_as_rows_back_to_back() -> None:
+    documents = WHOLE.transpose(1, 2).split([3, 5], dim=2)  # each [3, H, T, D]
+    q, k, v = (torch.nested.nested_tensor([each[i] for each in documents]) for i in range(3))
+    plan = ALONE.with_mask(Mask([3, 5]))
+    with (
+        advised(NotImplementedError, "give this rank's rows of all documents back to back, [1, H, T, D]"),
+        seqpar.sdpa(plan, LocalComm()),
+    ):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with seqpar.sdpa(plan, LocalComm()):
+        out = F.scaled_dot_product_attention(*torch.cat(documents, 2)[:, None], is_causal=True)
+    assert torch.allclose(out[0].transpose(0, 1), expected(Mask([3, 5])))
 
 
 def test_a_mask_with_a_gradient_is_detached() -> None:

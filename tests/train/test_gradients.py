@@ -189,6 +189,20 @@ def test_gradients_are_summed_in_the_same_order_at_every_step() -> None:
     assert run_threads(3, rank) == [True] * 3
 
 
+def test_fewer_elements_than_ranks_are_summed_by_pieces() -> None:
+    """As on GPUs that exchange, where nothing goes by pairs."""
+
+    def rank(comm: Comm) -> list[Tensor]:
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.ones(2)
+        sync_gradients(p, comm)
+        return [all_sum(torch.ones(n), comm) for n in (1, 3)] + [p.grad]
+
+    with mock.patch.multiple(summing, **MANY):
+        for found in run_threads(4, rank):
+            assert [x.tolist() for x in found] == [[4.0], [4.0] * 3, [4.0] * 2]
+
+
 def test_gradients_are_summed_in_inference_mode() -> None:
     def rank(comm: Comm) -> Tensor:
         p = nn.Parameter(torch.zeros(3))

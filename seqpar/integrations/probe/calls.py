@@ -120,6 +120,13 @@ class ModelCall:
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
         return rows[self.comm.rank] < 2 <= max(rows)
 
+    def too_few_rows(self) -> str | None:
+        """Why no rank can show anything, None if some can."""
+        most = max(map(self.plan.rows, range(self.plan.ranks)))
+        return (
+            None if most > 1 or self.comm.size == 1 else f"no rank has two rows of the plan's {self.plan.mask.tokens}"
+        )
+
     def settle(self) -> None:
         """Remember a call that passed."""
         before = self.known.pop(self.key, CallHistory(calls=1))

@@ -17,7 +17,7 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
     heads, adds anything but 0 and -inf (or its dtype's lowest number, in rows that see a key), or has a row whose keys
     are not an interval.
     """
-    if mask.dim() < 2 or mask.shape[-1] != keys or mask.shape[-2] not in (1, rows):
+    if mask.dim() < 2 or mask.shape[-1] != keys or mask.shape[-2] not in (1, rows) or 0 in mask.shape[:-2]:
         raise ValueError(
             f"sdpa: attn_mask must be this rank's {rows} rows over all {keys} keys, got {list(mask.shape)}; "
             "give seqpar.shard(mask, plan, rank) of the mask of one process, or is_causal=True and no mask"

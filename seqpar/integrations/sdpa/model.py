@@ -131,7 +131,7 @@ class _Forward:
                 raise call.refusal(verdict.reason)
         if (verdict.saw or call.left_to_others()) and not verdict.error:
             call.settle()
-        return verdict.error or None
+        return verdict.error or call.too_few_rows()
 
     def _blame_whole(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, failure: Exception) -> None:
         """Raise ValueError if a failed forward got the tokens of all ranks where this rank's rows belong."""

@@ -224,6 +224,7 @@ class Rerouting(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """`F.scaled_dot_product_attention`, with its signature."""
         with self._refusals():
+            _check_kinds([query, key, value], attn_mask)
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
                 raise ValueError(f"sdpa: expected [B, H, T, D] or [H, T, D], got {shapes}")
@@ -253,6 +254,7 @@ class Rerouting(TorchFunctionMode):
     ) -> tuple[Tensor, None]:  # fmt: skip
         """`F.multi_head_attention_forward`, with its signature; average_attn_weights has no effect without weights."""
         with self._refusals():
+            _check_kinds([query, key, value], attn_mask)
             if need_weights:
                 raise NotImplementedError(
                     "sdpa: multi-head attention with need_weights=True, torch's default, would return weights of keys "
@@ -279,7 +281,9 @@ class Rerouting(TorchFunctionMode):
                 raise ValueError("sdpa: multi-head attention takes is_causal=True as a hint beside attn_mask only")
             mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
             # the hint is ignored if it is wrong
-            is_causal = is_causal and attn_mask.shape[-1] == len(query) and self.triangle.of(mask, is_lower_triangle)
+            hinted = is_causal and attn_mask.shape[-1] == len(query) and self.triangle.of(mask, is_lower_triangle)
+            # where a rank has all rows, its triangle may be the mask of one process too
+            is_causal = hinted and not self._one_has_all
             mask = None if is_causal else mask
         if use_separate_proj_weight:
             biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
@@ -288,14 +292,17 @@ class Rerouting(TorchFunctionMode):
         else:
             projected = F._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
         q, k, v = (x.reshape(len(x), num_heads, embed_dim_to_check // num_heads) for x in projected)
-        out = self._attend(q, k, v, mask, dropout_p if training else 0.0, is_causal, None)
+        out = self._attend(q, k, v, mask, dropout_p if training else 0.0, is_causal, None, hinted=hinted)
         return F.linear(out.reshape(query.shape), out_proj_weight, out_proj_bias), None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None, samples: int = 1,
+        scale: float | None, samples: int = 1, *, hinted: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Attention over packed q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v]."""
+        """Attention over packed q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v].
+
+        hinted: whether the mask is a triangle that the caller says is causal.
+        """
         with self._refusals():
             record = under_trial()
             rows = [self.plan.rows(self.comm.rank, side) for side in ("q", "kv")]
@@ -317,7 +324,7 @@ class Rerouting(TorchFunctionMode):
                 return stand_in(*map(autocast, (q, k, v)), self.plan)
             if mask is None:
                 self._check_meaning(is_causal)
-            elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens:
+            elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens and not self._one_has_all:
                 raise ValueError(
                     f"sdpa: attn_mask {list(mask.shape)} only covers this rank's own rows, as transformers "
                     "makes it where positions jump; give the model this rank's rows of one process's mask over all "
@@ -325,7 +332,7 @@ class Rerouting(TorchFunctionMode):
                 )
             seed = self._seed_of(dropout_p)
             run_again_inside(self._again(self.calls), self, self.outside)
-        plan = self.plan if mask is None else self.masked.of(mask, self._plan_under)
+        plan = self.plan if mask is None else self.masked.of(mask, partial(self._plan_under, hinted=hinted))
         self.calls += 1
         if self.tries:
             self._notice()
@@ -351,8 +358,8 @@ class Rerouting(TorchFunctionMode):
         verdict = call.of_all(verdict)
         if verdict.reason:
             raise call.refusal(verdict.reason)
-        if verdict.error:
-            warn_untried(call.model, verdict.error)
+        if error := verdict.error or call.too_few_rows():
+            warn_untried(call.model, error)
         elif verdict.saw:
             call.settle()
 
@@ -383,10 +390,24 @@ class Rerouting(TorchFunctionMode):
             raise ValueError(f"sdpa: dropout_p={dropout_p} needs sdpa(..., dropout_seed=), different for every step")
         return derived_seed(self.seed, self.calls)
 
-    def _plan_under(self, mask: Tensor) -> Plan:
+    @property
+    def _one_has_all(self) -> bool:
+        """Whether one rank has the rows of all."""
+        plan = self.plan
+        return plan.memo("one has all", lambda: max(map(plan.rows, range(plan.ranks))) == plan.mask.kv_tokens)
+
+    def _plan_under(self, mask: Tensor, hinted: bool) -> Plan:
         """The plan under the mask whose rows every rank gives. A collective."""
         plan, rank = self.plan, self.comm.rank
         with gathering("sdpa: attn_mask", self.comm) as bounds:
+            if hinted and np.count_nonzero(plan.mask.lengths) > 1:
+                raise ValueError(
+                    "sdpa: multi-head attention with is_causal=True and the triangle of all rows may be causal inside "
+                    f"the documents of {plan.mask!r} or across them; give it the mask of the documents, "
+                    "~torch.block_diag(...) of their triangles, or a plan of one document"
+                )
+            if not plan.rows(rank):
+                mask = mask.new_zeros(0, plan.mask.kv_tokens)
             rows = bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens)
             bounds.own = compressed(*rows, plan.layout.tokens(rank))
         lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
@@ -395,6 +416,21 @@ class Rerouting(TorchFunctionMode):
             lo[at], hi[at] = expanded(spans, at.size)
         lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None
         return plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))
+
+
+def _check_kinds(tensors: list[Tensor], mask: Tensor | None) -> None:
+    """Raise NotImplementedError for tensors whose rows or values cannot be read as those of others."""
+    if any(x.is_nested for x in tensors):
+        raise NotImplementedError(
+            "sdpa: attention of nested tensors; give this rank's rows of all documents back to back, [1, H, T, D]"
+        )
+    if mask is not None and type(mask) not in (Tensor, nn.Parameter):
+        raise NotImplementedError(
+            f"sdpa: attn_mask is a {type(mask).__name__}, which has no values of its own; give is_causal=True and a "
+            "causal plan, or a plain tensor"
+        )
+    if mask is not None and (mask.layout != torch.strided or mask.is_nested):
+        raise NotImplementedError(f"sdpa: attn_mask has layout {mask.layout}; give attn_mask.to_dense()")
 
 
 def _attends(operator: str) -> bool:

@@ -210,6 +210,78 @@ def test_a_model_is_tried_once_and_again_when_batches_grow_or_shrink() -> None:
     handle.undo()
 
 
+class Noting(nn.Module):
+    """Adds in place to its rows, fills its caller's list, counts in a plain tensor and draws from a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.counted, self.generator = Block(), torch.zeros(()), torch.Generator().manual_seed(3)
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor, sums: list[Tensor], given: dict[str, Any]) -> Tensor:
+        self.counted += 1
+        given["calls"] = given.get("calls", 0) + 1
+        given["table"] *= 2
+        self.drawn.append(float(torch.rand((), generator=self.generator)))
+        x += 1
+        sums.append(x.square().sum())
+        return self.block(x)
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_what_is_tried_leaves_no_trace_in_arguments_tensors_and_generators(way: str) -> None:
+    model, x = made(Noting), torch.randn(TOKENS, E).double()
+
+    def noted(rows: Tensor, block: Any) -> list[Any]:
+        own, sums, given = copy.deepcopy(model), [], {"table": torch.ones(2)}
+        out = block(own, rows, sums, given)
+        generator = own.generator.get_state().tolist()
+        return [out, len(sums), given["calls"], given["table"].tolist(), own.drawn, float(own.counted), generator]
+
+    def rank(comm: Comm) -> list[Any]:
+        plan = Plan(MASK, Layout.from_pieces([0, 1], [1, TOKENS - 1], [1, 0], 2))
+        given = seqpar.shard(x, plan, comm.rank)[None].clone()
+
+        def block(own: nn.Module, *arguments: Any) -> Tensor:
+            if way == "parallelize":
+                parallelize(own, comm, plan=plan)
+                return own(*arguments)
+            with seqpar.sdpa(plan, comm):
+                return own(*arguments)
+
+        out, *traces = noted(given, block)
+        assert torch.equal(given[0], seqpar.shard(x, plan, comm.rank) + 1)
+        return [seqpar.unshard(out[0], plan, comm), *traces]
+
+    def alone(own: nn.Module, *arguments: Any) -> Tensor:
+        with seqpar.sdpa(Plan(MASK, Layout.contiguous(TOKENS, 1)), LocalComm()):
+            return own(*arguments)
+
+    out, *traces = noted(x[None].clone(), alone)
+    assert traces[:3] == [1, 1, [2.0, 2.0]] and len(traces[3]) == traces[4] == 1
+    for found, *others in run_threads(2, rank):
+        torch.testing.assert_close(found, out[0])
+        assert others == traces
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_ranks_of_one_row_each_are_warned_that_nothing_was_tried(way: str) -> None:
+    model = made(MIXING["positions counted"][0])
+
+    def rank(comm: Comm) -> None:
+        plan, rows = Plan(Mask([2]), Layout.contiguous(2, 2)), IDS[comm.rank : comm.rank + 1][None]
+        own = copy.deepcopy(model)
+        if way == "parallelize":
+            parallelize(own, comm, plan=plan)
+            own(rows, rows)
+        else:
+            with seqpar.sdpa(plan, comm):
+                own(rows, rows)
+
+    with pytest.warns(UserWarning, match="no rank has two rows of the plan's 2"):
+        run_threads(2, rank)
+
+
 def test_sizes_that_are_equal_by_accident_are_no_rows() -> None:
     class Modulated(nn.Module):
         def __init__(self) -> None:
