@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
-from seqpar import Comm, Layout, Mask, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_processes
 from tests.integrations.probe.models import ALONE, MIXING, VOCABULARY, made
@@ -135,3 +135,29 @@ def test_comms_that_share_a_sharded_model_try_it_at_once_or_not_at_all() -> None
         at = torch.arange(sum(rows))[None]
         found = torch.cat([every[0][number], every[1][number]], 1)
         torch.testing.assert_close(found, model(at * 7 % VOCABULARY, at), rtol=0, atol=1e-10)
+
+
+def with_original_parameters(comm: Comm) -> float:
+    """The largest deviation of a parallel model inside FSDP1, whose parameters are views of its own, over two steps."""
+    model = made(ALONE["positions given"])
+    plan, ids, positions = inputs([5, 4], comm.rank)
+    expected = seqpar.shard(one(model, 9)[0], plan, comm.rank)
+    parallelize(model, comm)
+    around, worst = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True), 0.0
+    for _ in range(2):
+        with seqpar.parallel(plan, comm):
+            out = around(ids, positions)[0]
+        out.square().sum().backward()
+        worst = max(worst, float((out.detach() - expected).abs().max()))
+    return worst
+
+
+def one(model: nn.Module, tokens: int) -> Tensor:
+    """What one process computes."""
+    plan, ids, positions = inputs([tokens], 0)
+    with torch.no_grad(), seqpar.sdpa(plan, LocalComm()):
+        return model(ids, positions)
+
+
+def test_a_parallel_model_goes_into_fsdp1_with_its_original_parameters() -> None:
+    assert max(run_processes(2, with_original_parameters)) < 1e-12
