@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -153,14 +154,15 @@ def ranks_meet(model: nn.Module) -> bool:
 
 
 def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Hashable:
-    """The way in which a model is called: the names and kinds of its arguments."""
+    """The way in which a model is called: the names and kinds of its arguments, and the values of flags."""
     return tuple(map(_kind, args)), tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None), training
 
 
 def _kind(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         return x.dim(), x.dtype
-    return x if x is None or isinstance(x, (bool, str)) else type(x)
+    is_flag = x is None or isinstance(x, (bool, str, Enum)) or (isinstance(x, int) and x in (0, 1))
+    return (type(x), x) if is_flag else type(x)
 
 
 def outermost(below: FrameType | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:

@@ -264,6 +264,23 @@ def test_what_is_tried_leaves_no_trace_in_arguments_tensors_and_generators(way: 
         assert others == traces
 
 
+@pytest.mark.parametrize("flags", [(0, 1), (False, True), ("no", "yes"), (0, True)])
+def test_a_model_is_tried_again_with_another_flag(flags: tuple[Any, Any]) -> None:
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor, pooled: Any) -> Tensor:
+            return self.block(x) + (x.mean(1, keepdim=True) if pooled in (1, "yes") else 0.0)
+
+    model, x = made(Pooling), torch.randn(1, TOKENS, E).double()
+    parallelize(model, LocalComm(), plan=Plan(MASK, Layout.contiguous(TOKENS, 1)))
+    model(x, flags[0])
+    with pytest.raises(NotImplementedError, match="Pooling cannot be computed on several ranks"):
+        model(x, flags[1])
+
+
 @pytest.mark.parametrize("way", ["block", "parallelize"])
 def test_ranks_of_one_row_each_are_warned_that_nothing_was_tried(way: str) -> None:
     model = made(MIXING["positions counted"][0])
