@@ -26,7 +26,9 @@ import transformers  # noqa: E402
 from transformers.integrations.neftune import neftune_post_forward_hook  # noqa: E402
 
 import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
+from tests.ecosystem.architectures import Architecture  # noqa: E402
 from tests.integrations.hf.models import SIZES, VOCABULARY, batches, build, one_process  # noqa: E402
+from tests.integrations.hf.unions import build as of_architecture  # noqa: E402
 
 Build = Callable[[], nn.Module]
 BATCH = batches("right", 1)[0]
@@ -473,3 +475,42 @@ def test_backward_through_checkpoints_goes_before_undo_and_outside_local(way: st
     whole = one_process(llama(), batches("right", 2), True)
     total = torch.stack(run_threads(2, trained, False)).sum(0)
     torch.testing.assert_close(total, whole.grads["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["made", "told"])
+def test_a_model_that_cannot_use_the_name_is_made_parallel_without_it(way: str) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4}
+    config = transformers.GPTJConfig(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    torch.manual_seed(0)
+    model = transformers.GPTJForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
+    with advised(
+        NotImplementedError, "leave the name out and give the model to seqpar.parallelize, which knows some such models"
+    ):
+        if way == "told":
+            model.set_attn_implementation("seqpar")
+        else:
+            transformers.GPTJForCausalLM._from_config(copy.deepcopy(config), attn_implementation="seqpar")
+    expected = loss_of(model)
+    with seqpar.parallelize(model, LocalComm()):
+        assert loss_of(model) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "phimoe"])
+def test_a_model_that_counts_a_ranks_rows_is_made_parallel(kind: str) -> None:
+    """Llama 4 scales queries by their place; the angles of PhiMoE depend on the longest position."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "long_mscale": 1.2, "short_mscale": 1.0}
+    config = {"rope_parameters": yarn | {"original_max_position_embeddings": 4}} if kind == "phimoe" else {}
+    model = of_architecture(Architecture(kind, "experts", config, training=False), torch.float32).eval()
+    expected = loss_of(model)
+    model.set_attn_implementation("seqpar")
+    with (
+        advised(
+            NotImplementedError,
+            "give the model to seqpar.parallelize, which computes those of these layers that it knows",
+        ),
+        seqpar.parallel(PLAN, LocalComm()),
+    ):
+        model(**ROW, use_cache=False)
+    model.set_attn_implementation("eager")
+    with seqpar.parallelize(model, LocalComm()):
+        assert loss_of(model) == pytest.approx(expected, rel=1e-5)

@@ -11,8 +11,9 @@ the layer, so recomputation, other threads and compiled layers find their plan w
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -155,10 +156,10 @@ def _mask(
         return state.note(function, attention_mask)
     # a model of seqpar.parallelize has been tried, and its mixers are replaced
     if config is not None and not inside() and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
-        remedy = "; give the model to seqpar.parallelize, which computes recurrent layers that it knows"
+        remedy = "; give the model to seqpar.parallelize, which computes those of these layers that it knows"
         raise NotImplementedError(
             f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
-            f"{remedy if mixing_layers(config) != mixing_layers(config, recurrent=True) else ''}"
+            f"{remedy if mixing_layers(config) != mixing_layers(config, recurrent=True, shared=True) else ''}"
         )
     try:
         around = surrounding()
@@ -272,12 +273,39 @@ def marked(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def give(model: PreTrainedModel, *args: Any, **named: Any) -> None:
         method(model, *args, **named)
+        given = model.config._attn_implementation == KEY
+        # transformers only logs the first, and the class raises a KeyError for the second
+        if (not given and KEY in _asked(method, args, named)) or (given and _looks_up(model)):
+            raise _unserved(model)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 part.__dict__[MADE] = part.config._attn_implementation == KEY
 
     give._seqpar_former = method  # type: ignore[attr-defined]
     return give
+
+
+def _asked(method: Callable[..., None], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """The names of attention that a call of `set_attn_implementation` asks for; none of another method."""
+    if method.__name__ != "set_attn_implementation":
+        return []
+    names = args[0] if args else named.get("attn_implementation")
+    return [names.get("")] if isinstance(names, Mapping) else [names]
+
+
+def _looks_up(model: PreTrainedModel) -> bool:
+    """Whether a model's class looks its layers up by the name of their attention, and has none for `KEY`."""
+    names = vars(sys.modules.get(type(model).__module__, object)).items()
+    return any(name.endswith("ATTENTION_CLASSES") and KEY not in table for name, table in names)
+
+
+def _unserved(model: PreTrainedModel) -> NotImplementedError:
+    """The error for a model that is told to use `KEY` and cannot."""
+    reasons = unserved_attention(model.config.get_text_config()) or [NO_INTERFACE]
+    return NotImplementedError(
+        f"{type(model).__name__} cannot use attn_implementation={KEY!r}: {', and '.join(reasons)}; leave the name out "
+        "and give the model to seqpar.parallelize, which knows some such models"
+    )
 
 
 @uncompiled

@@ -23,7 +23,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known.
 
     recurrent: whether seqpar computes its recurrent layers, so that they are not among those parts. shared: whether it
-    shares out the batch, so that balance losses and the longest position are those of all ranks.
+    shares out the batch, so that balance losses, the longest position and places are those of all ranks.
     """
     reasons = []
     model = _class_of(config)
@@ -35,8 +35,11 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     if getattr(config, "token_dropout", False):
         reasons.append("its embeddings are scaled by the share of mask tokens in a row (token_dropout=True)")
     for kind, place in _ropes(config):
-        if kind in LONGEST_POSITION and not shared:
+        if by_longest(kind, config) and not shared:
             reasons.append(f"its rotary embedding {place} depends on the longest position of a rank's rows ({kind})")
+    tuned = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", ()))
+    if tuned and not shared:
+        reasons.append("queries are scaled by their place in a rank's rows (attn_temperature_tuning=True)")
     return reasons
 
 
@@ -88,6 +91,12 @@ def hiding(model: PreTrainedModel) -> dict[str, Any]:
     """The keyword that stops a model from returning hidden states, if its config asks for them."""
     asked = any(config.output_hidden_states for config in (model.config, model.config.get_text_config()))
     return {"output_hidden_states": False} if asked else {}
+
+
+def by_longest(kind: object, config: Any) -> bool:
+    """Whether the angles of a rotary type depend on the longest position; PhiMoE's do for every type but one."""
+    scaled = "long_mscale" in (getattr(config, "rope_parameters", None) or {})
+    return kind in LONGEST_POSITION or (scaled and kind != "default")
 
 
 def _ropes(config: PreTrainedConfig) -> Iterable[tuple[str, str]]:

@@ -106,8 +106,9 @@ def refusals(model: PreTrainedModel) -> list[str]:
     if not model._can_set_attn_implementation() and not unlisted(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
-    turned = bool(lengthy(model)) or not mixing_layers(model.config.get_text_config(), recurrent=True)
-    reasons += config_refusals(model, recurrent=bool(known), shared=turned)
+    served = bool(lengthy(model) or unlisted(model))
+    shared = served or not mixing_layers(model.config.get_text_config(), recurrent=True)
+    reasons += config_refusals(model, recurrent=bool(known), shared=shared)
     inside = {part for mixer in known for part in mixer.modules()}
     text = text_of(model)
     rows = set(text.modules())  # what lies outside of the text model sees the rank's own images

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from seqpar.data.rows import POSITIONS, STARTS
 from seqpar.integrations.hf.attention import longest
-from seqpar.integrations.hf.config import LONGEST_POSITION
+from seqpar.integrations.hf.config import by_longest
 
 
 def lengthy(model: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of a model that depend on the longest position."""
-    return [module for module in model.modules() if any(kind in LONGEST_POSITION for kind in _kinds(module))]
+    return [
+        module for module in model.modules()
+        if any(by_longest(kind, getattr(module, "config", None)) for kind in _kinds(module))
+    ]  # fmt: skip
 
 
 def _kinds(module: nn.Module) -> list[Any]:

@@ -1,11 +1,13 @@
-"""Attention that does not go through transformers' interface: of models from before it, under the surrounding plan.
+"""Layers of attention whose class does more than transformers' interface hands over, under the surrounding plan.
 
-Their classes compute scores, masks and ALiBi biases inline. Some have a method for the product alone, ``_attn``, which
-is replaced; of the others the whole forward is written anew here, from their own projections. Whether it computes what
-the class does is tried on a few tokens when a model becomes parallel (`seqpar.integrations.hf.fit`).
+Most are of models from before that interface: their classes compute scores, masks and ALiBi biases inline. Some have a
+method for the product alone, ``_attn``, which is replaced; of the others the whole forward is written anew here, from
+their own projections. Whether it computes what the class does is tried on a few tokens when a model becomes parallel
+(`seqpar.integrations.hf.fit`).
 
     ALiBi    a bias of keys, slope * position, is -slope * distance but for a constant in each row, which softmax drops.
              Falcon's is not served: transformers rounds it to bf16, and adds it twice with its "eager" attention.
+    places   Llama 4 scales queries by their place, which its class counts in the rows at hand; here it is the position.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, dropped, making, without_seed
+from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, dropped, making, without_seed
 from seqpar.integrations.hf.mask import Rule
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
@@ -131,6 +133,34 @@ def falcon(
     return module.dense(_merged(out)), None
 
 
+def llama4_layer(layer: Any, forward: Callable[..., Any], hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+    """A layer of Llama 4, whose attention gets the positions too."""
+    return forward(hidden_states, *given, positions=named["position_ids"], **named)
+
+
+def llama4(
+    module: Any, forward: Callable[..., Any], hidden_states: Tensor, *_: Any, attention_mask: Tensor,
+    position_embeddings: Any, positions: Tensor, **rest: Any,
+) -> Any:  # fmt: skip
+    """Llama 4's attention without rotary embeddings, [1, T, hidden]: queries are scaled by their positions [1, T].
+
+    Source: Llama4TextAttention, after Nakanishi 2025 (Scalable-Softmax Is Superior for Attention).
+    """
+    q, k, v = (
+        f(hidden_states).unflatten(-1, (-1, module.head_dim)) for f in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    scale = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    q = (q * scale[..., None, None]).to(q.dtype)
+    dropout = module.attention_dropout if module.training else 0.0
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = attention_function(module, *heads, attention_mask, dropout=dropout, scaling=module.scaling, **rest)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _tuned(module: Any) -> bool:
+    return bool(module.attn_temperature_tuning and not module.use_rope)
+
+
 def _merged(x: Tensor) -> Tensor:
     """Rows [1, H, T, D] as [1, T, H * D]."""
     return x.transpose(1, 2).flatten(2)
@@ -167,6 +197,8 @@ CLASSES: dict[str, Written] = {
     "BloomAttention": Written("forward", bloom),
     "MptAttention": Written("forward", mpt, lambda module: True),
     "FalconAttention": Written("forward", falcon, serves=lambda module: not module.config.alibi),
+    "Llama4TextAttention": Written("forward", llama4, serves=_tuned),
+    "Llama4TextDecoderLayer": Written("forward", llama4_layer, serves=lambda layer: _tuned(layer.self_attn)),
 }
 
 

@@ -30,7 +30,12 @@ MORE = {kind: Architecture(kind, group, head=head) for kind, group, head in [
     ("roberta-prelayernorm", "encoder", "ForMaskedLM"),
 ]}  # fmt: skip
 PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": None}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "long_mscale": 1.2, "short_mscale": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 ROTARY = {
+    "phimoe yarn": Architecture("phimoe", "experts", {"rope_parameters": YARN}, training=False),
     "llama dynamic": Architecture("llama", "dense", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
     "phi3 longrope": Architecture("phi3", "dense", PHI3),
 }

@@ -1,4 +1,6 @@
-"""Attention that does not go through transformers' interface: Falcon, Bloom, MPT, GPT-J, GPT-Neo and CodeGen."""
+"""Attention that does not go through transformers' interface: Falcon, Bloom, MPT, GPT-J, GPT-Neo, CodeGen.
+
+And Llama 4's layers without rotary embeddings, which scale queries by their place."""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"n_head": 4}),
     "mpt": ("mpt", {}),
     "falcon": ("falcon", {}),
+    "llama4": ("llama4_text", {"floor_scale": 4}),
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom of 5 heads": ("bloom", {"n_head": 5, "hidden_size": 40}),
