@@ -32,7 +32,7 @@ MORE = {kind: Architecture(kind, group, head=head) for kind, group, head in [
 PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": None}
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "long_mscale": 1.2, "short_mscale": 1.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 32,
 }  # fmt: skip
 ROTARY = {
     "phimoe yarn": Architecture("phimoe", "experts", {"rope_parameters": YARN}, training=False),
