@@ -188,7 +188,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 1},
     "llama4_text": {
         "intermediate_size_mlp": 48, "attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"],
-        "no_rope_layers": [1, 0], "moe_layers": [1], "pad_token_id": 0,
+        "no_rope_layers": [1, 0], "moe_layers": [1], "pad_token_id": 0, "floor_scale": 4,
     },
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
