@@ -250,16 +250,12 @@ def _by_pairs(own: Tensor, comm: Comm, tag: Tag, *, kept: bool) -> Tensor:
 def _by_pieces(
     tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, out: Tensor | None = None, veto: bool | None = None
 ) -> bool:
-    """Replace 1-D tensors by their sums over ranks, in the order of ranks, or write these end to end into `out`.
+    """Replace 1-D tensors by their sums over ranks, in the order of ranks, or write that of a single one into `out`.
 
-    out: 1-D, a multiple of the ranks long. veto, and the result: as in `sum_in_place`.
+    out: as long as the tensor, and then to a multiple of the ranks. veto, and the result: as in `sum_in_place`.
     """
-    pieces = places = _pieces(tensors, comm.size)
-    if out is not None:
-        places = [
-            list(part[: sum(lengths)].split(lengths))
-            for part, lengths in zip(out.view(comm.size, -1), ([len(x) for x in several] for several in pieces))
-        ]
+    pieces = _pieces(tensors, comm.size)
+    places = pieces if out is None else _pieces([out[: len(tensors[0])]], comm.size)
     if not _sum_own(pieces, comm, tag, out, places[comm.rank], veto):
         return False
     peers = [peer for peer in range(comm.size) if peer != comm.rank]

@@ -250,6 +250,8 @@ def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> 
             model = build(row, LOADED.get(way, "sdpa"), dtype)
     except (ValueError, KeyError) as error:
         return f"unknown to transformers: {_short(error)}"
+    except NotImplementedError as error:
+        return _raised(error)
     documents: list[list[images.Tokens]] = []
     if way in BATCHES and row.group == "vision-language":
         documents = images.brought(row.kind, RANKS, dtype)
