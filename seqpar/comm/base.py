@@ -18,7 +18,19 @@ from seqpar.comm.entry import ThreadEntry, enters, uncompiled
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import AGREEING, describe, hash63
 from seqpar.comm.owner import Owner
-from seqpar.comm.protocol import DEAD, NO_FACTS, Claim, Collectives, PeerError, Stats, Tag, Work, raise_first, subset
+from seqpar.comm.protocol import (
+    DEAD,
+    NO_FACTS,
+    Claim,
+    Collectives,
+    Contribution,
+    PeerError,
+    Stats,
+    Tag,
+    Work,
+    raise_first,
+    subset,
+)
 
 
 class Channel:
@@ -177,7 +189,7 @@ class ProcessComm(CommBase[P]):
         facts themselves are only sent if ranks differ.
         """
         self.check()
-        claim = Claim.of(what, facts, error)
+        claim, _, error = Contribution.of(what, facts, error)
         tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (comparing arguments)")
         if self.size > DIRECT:
             if self._double(hash63((AGREES, claim)), 0 if error is None else REFUSED, tag) == 0:
@@ -194,11 +206,11 @@ class ProcessComm(CommBase[P]):
     ) -> list[Any]:
         """Every rank's value: see `Comm.gather`. Small values of up to 8 ranks take one message per pair."""
         self.check()
-        claim = Claim.of(what, facts, error)
+        claim, own, error = Contribution.of(what, facts, error, value)
         tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)")
         if self.size > DIRECT:
-            return self._gather_by_rounds(claim, pickle.dumps(value), tag, error)
-        packed = pickle.dumps((claim, None if error else value))
+            return self._gather_by_rounds(claim, own, tag, error)
+        packed = pickle.dumps((claim, own))
         found = self._first(_First(GATHERS, len(packed), packed if len(packed) <= ALONG else b""), tag)
         if any(each.form != GATHERS for each in found):
             self._raise_claims(claim, GATHERS, tag, error)
@@ -208,7 +220,7 @@ class ProcessComm(CommBase[P]):
         else:
             pairs = self._swap_packed(_bytes(packed), lengths, tag._replace(stage=SWAPPING))
         raise_first([claim for claim, _ in pairs], error)
-        return [value for _, value in pairs]
+        return [pickle.loads(value) for _, value in pairs]
 
     def _gather_by_rounds(self, claim: Claim, packed: bytes, tag: Tag, error: Exception | None) -> list[Any]:
         most = self._double(hash63((GATHERS, claim)), len(packed) if error is None else REFUSED, tag)

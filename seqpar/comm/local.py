@@ -46,7 +46,7 @@ from seqpar.comm.protocol import (
     INSIDE,
     LANES,
     NO_FACTS,
-    Claim,
+    Contribution,
     PeerError,
     Stats,
     Tag,
@@ -532,7 +532,8 @@ class LocalComm(CommBase[_LocalChannel]):
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""
         self.check()
-        raise_first(self._together("agreement on", what, Claim.of(what, facts, error)), error)
+        claim, _, error = Contribution.of(what, facts, error)
+        raise_first(self._together("agreement on", what, claim), error)
 
     @enters
     def gather(
@@ -540,10 +541,10 @@ class LocalComm(CommBase[_LocalChannel]):
     ) -> list[Any]:
         """Every rank's value: see `Comm.gather`."""
         self.check()
-        own = (Claim.of(what, facts, error), None if error else pickle.dumps(value))
-        claims = self._together("gathering of", what, own)
-        raise_first([claim for claim, _ in claims], error)
-        return [pickle.loads(packed) for _, packed in claims]
+        own = Contribution.of(what, facts, error, value)
+        found = self._together("gathering of", what, own)
+        raise_first([each.claim for each in found], own.error)
+        return [pickle.loads(each.packed) for each in found]
 
     def _together(self, kind: str, what: str, claim: Any) -> list[Any]:
         """Every rank's claim, by rank."""

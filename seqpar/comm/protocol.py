@@ -16,6 +16,7 @@ The adjoint of an exchange is the exchange with the roles swapped; the receiver 
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -354,6 +355,27 @@ class Claim(NamedTuple):
         """The claim of a rank that calls `agree` with these arguments."""
         text = None if error is None else f"{type(error).__name__}: {error}"
         return cls(what, {name: repr(value) for name, value in facts.items()}, text)
+
+
+class Contribution(NamedTuple):
+    """What a rank brings to `agree` or `gather`. packed: a pickle of its value. error: in place of a value, or None."""
+
+    claim: Claim
+    packed: bytes
+    error: Exception | None
+
+    @classmethod
+    def of(cls, what: str, facts: Mapping[str, object], error: Exception | None, value: object = None) -> Contribution:
+        """The contribution of a rank, with an error if a fact has no `repr` or its value does not pickle.
+
+        That is not raised here, since the other ranks wait for this one to tell them.
+        """
+        if error is None:
+            try:
+                return cls(Claim.of(what, facts, None), pickle.dumps(value), None)
+            except Exception as raised:
+                error = raised
+        return cls(Claim.of(what, {}, error), b"", error)
 
 
 def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:

@@ -171,6 +171,29 @@ def gather(comm, sizes, errors):
     return found, comm.sub(mine).gather("ranks", comm.rank), comm.stats.bytes_sent
 
 
+class Unspeakable:
+    """An object without a `repr`."""
+
+    def __repr__(self):
+        raise KeyError("no words")
+
+
+def untold(comm):
+    """What every rank raises if rank 1 gathers what does not pickle, then if it agrees on a fact without a `repr`."""
+    bad, found = comm.rank == 1, []
+    for call in (
+        lambda: comm.gather("lengths", (lambda: 0) if bad else 0),
+        lambda: comm.gather("lengths", 0, facts={"heads": Unspeakable() if bad else 8}),
+        lambda: comm.agree("attention", {"heads": Unspeakable() if bad else 8}),
+    ):
+        try:
+            call()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    comm.agree("afterwards", {})
+    return found
+
+
 def gather_with_facts(comm):
     """What is gathered beside facts that all ranks have in common, and the message where the last rank has another."""
     found = comm.gather("a forward", comm.rank, facts={"heads": 8})

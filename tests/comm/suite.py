@@ -85,6 +85,13 @@ class Exchanges:
             quoted = "" if rank == 1 else "ValueError: lengths: rank 1 refused its arguments: "
             assert found == quoted + "TypeError: no lengths"
 
+    def test_what_one_rank_cannot_tell_is_its_error_everywhere(self):
+        words = ["pickle.*lambda", "KeyError: 'no words'", "KeyError: 'no words'"]
+        for rank, found in enumerate(self.run(self.size, cases.untold)):
+            quoted = "" if rank == 1 else "^ValueError: (lengths|attention): rank 1 refused its arguments: .*"
+            assert len(found) == 3
+            assert all(re.search(quoted + text, message) for text, message in zip(words, found, strict=True)), found
+
     def test_gather_compares_facts_as_agree_does(self):
         for found, message in self.run(self.size, cases.gather_with_facts):
             assert found == [*range(self.size)]

@@ -102,6 +102,12 @@ def test_what_differs_is_named_on_every_rank(size: int) -> None:
         )
 
 
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_what_one_rank_cannot_tell_is_its_error_everywhere(size: int) -> None:
+    for rank, texts in enumerate(told(size, cases.untold)):
+        assert ["rank 1 refused its arguments" in text for text in texts] == [rank != 1] * 3
+
+
 def test_subs_agree_among_themselves() -> None:
     def rank(comm: CountingComm) -> list[int]:
         mine = [r for r in range(comm.size) if r % 3 == comm.rank % 3]
