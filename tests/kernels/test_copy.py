@@ -20,6 +20,10 @@ from seqpar.testing import run_threads
 from tests.cases import examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
+MOVED = (
+    *DTYPES, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+)  # fmt: skip
 VERSIONS = (
     pytest.param("compiled", marks=pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))),
     "torch",
@@ -121,6 +125,23 @@ def test_more_dims_than_one_launch_takes_and_nothing_to_copy(version) -> None:
     copy([Pair(torch.empty(0, 3), torch.empty(0, 3)), Pair(y, x)])
     patch.undo()
     assert torch.equal(x, y)
+
+
+@versions
+@pytest.mark.parametrize("dims", [2, 9])  # 9: more than one launch takes
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_rows_by_number_of_any_dtype_and_of_many_dims(version, dtype, dims) -> None:
+    g = torch.Generator().manual_seed(dims)
+    x, y = (random([5, *[2] * (dims - 1)], dtype, g).transpose(1, -1) for _ in range(2))
+    rows, numbers = torch.tensor([4, 0, 3]), torch.tensor([1, 2, 0])
+    expected = [row.clone() for row in y.unbind()]
+    for to, of in zip(rows.tolist(), numbers.tolist(), strict=True):
+        expected[to] = x[of]
+    patch = use(version)
+    copy([Pair(y, x, rows, numbers)])
+    patch.undo()
+    for got, want in zip(y.unbind(), expected, strict=True):
+        assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
 @versions

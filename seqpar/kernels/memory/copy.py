@@ -22,6 +22,11 @@ _TRITON_DTYPES = {
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 }  # fmt: skip
+# dtypes to which torch writes no rows by number on the CPU, and those of the same bits
+_INDEXED_AS = {
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    torch.float8_e8m0fnu: torch.uint8, torch.float4_e2m1fn_x2: torch.uint8,
+}  # fmt: skip
 _registering = threading.Lock()  # torch refuses what two ranks' threads register at a time
 _registered = False
 
@@ -113,6 +118,9 @@ def cast(pair: Pair) -> None:
     elif pair.dst_rows is None:
         pair.dst.copy_(_values(pair))
     else:
+        bits = _INDEXED_AS.get(pair.dst.dtype)
+        if bits is not None and pair.src.dtype == pair.dst.dtype:
+            pair = Pair(pair.dst.view(bits), pair.src.view(bits), pair.dst_rows, pair.src_rows)
         pair.dst[pair.dst_rows] = _values(pair).to(pair.dst.dtype)
 
 
