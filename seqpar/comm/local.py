@@ -420,6 +420,14 @@ def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
             dst.copy_(src)
 
 
+def _fill_nan(x: Tensor) -> None:
+    # PyTorch fills no float4, and all bits set are NaN in the dtypes of a byte that have one there
+    if x.itemsize == 1:
+        x.view(torch.uint8).fill_(0xFF)
+    else:
+        x.fill_(torch.nan)
+
+
 def _all(side: Mapping[int, Sequence[Tensor]]) -> Iterable[Tensor]:
     return itertools.chain.from_iterable(side.values())
 
@@ -517,7 +525,7 @@ class LocalComm(CommBase[_LocalChannel]):
         with torch.inference_mode():
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
+                    _fill_nan(tensor)
         self.stats.count(sends, recvs)
         me = self._channel.rank
         parts = rounds(me, self._channel.size, sends, recvs, self._world.nodes)

@@ -155,9 +155,9 @@ class Comm(Protocol):
     ) -> Work:
         """Post one exchange and return without blocking.
 
-        sends, recvs: peer -> tensors of any dtype; contiguous, unless the comm is `direct` and they have at most `DIMS`
-        dims. Empty tensors are dropped. The rank itself is not a peer. Both sides of a pair give the same number of
-        tensors, shapes and dtypes.
+        sends, recvs: peer -> tensors of any dtype that PyTorch copies; contiguous, unless the comm is `direct` and they
+        have at most `DIMS` dims. Empty tensors are dropped. The rank itself is not a peer. Both sides of a pair give
+        the same number of tensors, shapes and dtypes.
 
         Raises: ValueError for a peer outside the comm or a non-contiguous tensor; PeerError if the comm is dead.
         """

@@ -63,7 +63,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
         if x.dtype in UNSIGNED:
             raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.long()")
-        if x.is_quantized or (x.is_floating_point() and x.itemsize < 2):
+        if x.is_floating_point() and x.itemsize < 2:
             raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
     return ALL_SUM([x], [comm])[0]
 

@@ -26,6 +26,9 @@ class Exchanges:
             assert counted == predicted
             assert by_peer
 
+    def test_any_dtype_arrives(self):
+        assert self.run(3, cases.of_all_types) == [[]] * 3
+
     def test_more_messages_than_a_round_holds(self):
         messages = cases.sent(1, 0, self.crowd_size, crowd=1.0, most=self.crowd_tensors)
         assert max(cases.size_of(cases.received(messages, r))[1] for r in range(self.crowd_size)) > 64

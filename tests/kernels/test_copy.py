@@ -21,8 +21,8 @@ from tests.cases import examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 MOVED = (
-    *DTYPES, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.complex64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    *DTYPES, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64, torch.float64,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 )  # fmt: skip
 VERSIONS = (
     pytest.param("compiled", marks=pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))),

@@ -738,6 +738,8 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "nested tensor": lambda x: torch.nested.nested_tensor([x, x]),
     "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
     "sparse_coo": lambda x: x.to_sparse(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    "uint4": lambda x: x.byte().view(torch.uint4),
 }
 
 

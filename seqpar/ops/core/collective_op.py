@@ -30,6 +30,15 @@ from seqpar.ops.core.repetition import refuse_repetition
 
 Tensors = Sequence[Tensor | None]
 STRIDED = torch.strided
+# dtypes whose elements PyTorch does not copy: quantized ones, those below a byte, and bits
+UNMOVED = frozenset(
+    {
+        torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4,
+        torch.bits1x8, torch.bits2x4, torch.bits4x2, torch.bits8, torch.bits16,
+        torch.int1, torch.int2, torch.int3, torch.int4, torch.int5, torch.int6, torch.int7,
+        torch.uint1, torch.uint2, torch.uint3, torch.uint4, torch.uint5, torch.uint6, torch.uint7,
+    }
+)  # fmt: skip
 LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 # A replay of a CUDA graph reads no handle: it would compute the captured call's plan for every batch.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
@@ -191,18 +200,27 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
 
 
 def all_dense(tensors: Sequence[object]) -> bool:
-    """Whether no tensor is nested or sparse."""
-    return not any([isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED) for x in tensors])
+    """Whether no tensor is nested, sparse, or of a dtype that PyTorch does not copy."""
+    return not any(
+        [isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED or x.dtype in UNMOVED) for x in tensors]
+    )
 
 
 def check_dense(what: str, tensors: Sequence[object]) -> None:
-    """Raise NotImplementedError for nested and sparse tensors."""
+    """Raise NotImplementedError for nested and sparse tensors, and for dtypes that PyTorch does not copy."""
     for x in tensors:
-        if isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED):
+        if not isinstance(x, Tensor):
+            continue
+        if x.is_nested or x.layout is not STRIDED:
             kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
             raise NotImplementedError(
                 f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "
                 "document after another (x.values() of a jagged tensor), and their lengths to the mask"
+            )
+        if x.dtype in UNMOVED:
+            ways = "x.dequantize() or x.int_repr()" if x.is_quantized else "x.view(torch.uint8)"
+            raise NotImplementedError(
+                f"{what} got a tensor of {x.dtype}, expected dense tensors of a dtype that PyTorch copies; give {ways}"
             )
 
 

@@ -24,9 +24,9 @@ def fetch(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, rows: int
     """The key rows that this rank's own queries see, in position order. A collective.
 
     Spec over ranks: ``global[plan.fetched(r).positions]`` for ``global[plan.kv_layout.positions(r)] = xs[r]``. x
-    [plan.rows(rank, "kv"), ...], any dtype -> [N, ...]. `Plan.fetched` says which query row sees which row of the
-    result. Owners send each rank what it needs and nothing else, whatever the plan's transport and Ulysses width; pads
-    are not sent, and `Plan.fetch_bytes` is what a rank sends.
+    [plan.rows(rank, "kv"), ...], any dtype that PyTorch copies -> [N, ...]. `Plan.fetched` says which query row sees
+    which row of the result. Owners send each rank what it needs and nothing else, whatever the plan's transport and
+    Ulysses width; pads are not sent, and `Plan.fetch_bytes` is what a rank sends.
 
     Backward is the adjoint: gradients return to the owners, which sum them in ascending order of ranks, 16-bit ones in
     float32. As with `unshard`, a loss is each rank's share of the global one.

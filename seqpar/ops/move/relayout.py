@@ -78,8 +78,8 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
     """This rank's rows of the same global tensor under another layout. A collective.
 
     Spec over ranks: ``global[dst.positions(r)]`` for ``global[src.positions(r)] = xs[r]``. x [src.tokens(rank), ...] ->
-    [dst.tokens(rank), ...], any dtype. Each row moves once; a row that stays is not sent. The adjoint is ``relayout``
-    with src and dst swapped.
+    [dst.tokens(rank), ...], any dtype that PyTorch copies. Each row moves once; a row that stays is not sent. The
+    adjoint is ``relayout`` with src and dst swapped.
 
     In a compiled model, ``seqpar.bind(src, dst, comm)`` must have seen all three, and rows must be
     ``dst.tokens(rank)``.

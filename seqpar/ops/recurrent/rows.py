@@ -131,9 +131,10 @@ class RowMap(Memo):
 def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int = 1) -> Tensor:
     """The row ``by`` positions earlier in the same document, for every row; zeros where there is none. A collective.
 
-    Spec over ranks, per document: ``unshard(y)[p] == unshard(x)[p - by]``. x [T, ...], this rank's rows, any dtype ->
-    the same shape; pad rows are zeros. by: negative for later rows, as labels of the next tokens need. Only rows next
-    to a document run are sent, once to each rank that needs them. The adjoint is `shift` by ``-by``.
+    Spec over ranks, per document: ``unshard(y)[p] == unshard(x)[p - by]``. x [T, ...], this rank's rows, any dtype
+    that PyTorch copies -> the same shape; pad rows are zeros. by: negative for later rows, as labels of the next tokens
+    need. Only rows next to a document run are sent, once to each rank that needs them. The adjoint is `shift` by
+    ``-by``.
 
     In a tree the earlier row is that of the token ``by`` places up the path: the first token of every answer gets the
     row of the prompt's last token, whose gradient is the sum of theirs.
@@ -151,8 +152,9 @@ def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int =
 def halo(x: Tensor, plan: Plan, comm: Comm, *, reach: int) -> Tensor:
     """The ``reach`` rows before each document run of this rank, inside its document. A collective.
 
-    x [T, ...], this rank's rows, any dtype -> [runs, reach, ...], runs in position order, rows in position order; zeros
-    before a document's start. Only rows that another rank holds are sent, once to each rank that needs them.
+    x [T, ...], this rank's rows, any dtype that PyTorch copies -> [runs, reach, ...], runs in position order, rows in
+    position order; zeros before a document's start. Only rows that another rank holds are sent, once to each rank that
+    needs them.
 
     Raises: ValueError for a wrong number of rows or a reach below 1, on every rank; NotImplementedError in a compiled
     model, where the number of runs is unknown.
