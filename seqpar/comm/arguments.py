@@ -8,6 +8,7 @@ from typing import Any
 
 # seconds that a comm waits by default: above torch's own 600 for NCCL, since a rank may evaluate or write meanwhile
 PATIENCE = 1800.0
+MOST_BYTES = 1 << 62  # of a pool, whose size with what is beside it has 63 bits
 LONGEST = 1e9  # seconds: about the longest wait that the system can count
 
 
@@ -32,9 +33,9 @@ def check_arguments(name: str, timeout: Any, check: Any) -> None:
 
 
 def check_pool(name: str, pool_bytes: Any) -> None:
-    """Raise ValueError, beginning with `name`, for a pool size that is not a positive integer."""
-    if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, Integral) or int(pool_bytes) < 1:
-        raise ValueError(f"{name}: pool_bytes={pool_bytes!r}, expected at least 1, and a whole number")
+    """Raise ValueError, beginning with `name`, for a pool size that is not a positive integer, or above any memory."""
+    if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, Integral) or not 1 <= int(pool_bytes) <= MOST_BYTES:
+        raise ValueError(f"{name}: pool_bytes={pool_bytes!r}, expected at least 1, at most 2**62, and a whole number")
 
 
 def check_descriptors(name: str, count: int) -> None:

@@ -66,7 +66,6 @@ class _Arrival(NamedTuple):
 
     gpu: str
     node: list[str]
-    private: bool
 
 
 class GroupChannel(ProcessChannel):
@@ -89,10 +88,9 @@ class GroupChannel(ProcessChannel):
         store = group.get_group_store()
         rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
         # in the rendezvous, so that no rank waits for one with wrong arguments
-        ranks = [_Arrival(*found) for found in rendezvous.hear(lambda: self._check(check, private))]
+        heard = rendezvous.hear(lambda: self._check(check), check=check, private=bool(private))
+        ranks = [_Arrival(*found) for found in heard]
         check_gpus("GroupComm", [rank.gpu for rank in ranks])
-        if len({rank.private for rank in ranks}) > 1:
-            raise ValueError(f"GroupComm: private is {[rank.private for rank in ranks]} by rank, expected one value")
         places = [rank.node for rank in ranks]
         nodes = [places.index(place) for place in places]
         node = [rank for rank in range(self.size) if nodes[rank] == nodes[self.rank]]
@@ -130,14 +128,14 @@ class GroupChannel(ProcessChannel):
         self.interrupt = Interrupt(lambda tag: self.fail(f"in {describe(tag)}: interrupted by Ctrl-C"))
         self.calls = deque(maxlen=REMEMBERED)
 
-    def _check(self, check: str, private: bool) -> _Arrival:
+    def _check(self, check: str) -> _Arrival:
         """What this rank says of itself. Raises for wrong arguments."""
         check_arguments("GroupComm", self.timeout, check)
         _check_backends(self.backends)
         # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)
         gpu = "" if self.gpu is None else str(torch.cuda.get_device_properties(self.gpu).uuid)
-        return _Arrival(gpu, node_of(machine()), bool(private))
+        return _Arrival(gpu, node_of(machine()))
 
     @property
     def twin(self) -> Any:
@@ -197,6 +195,8 @@ class GroupChannel(ProcessChannel):
         return self.error(doing)
 
     def _hang_up(self) -> None:
+        if not self._groups:  # as a work is collected in one cycle with its comm
+            return
         # gloo cannot close connections (abort does nothing), but closes all of them when a wait times out
         for peer in range(self.size):
             if peer != self.rank:

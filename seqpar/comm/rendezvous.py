@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from seqpar.comm.arguments import PATIENCE, is_timeout
 from seqpar.comm.header import hash63
-from seqpar.comm.protocol import PeerError
+from seqpar.comm.protocol import Claim, PeerError, raise_first
 
 T = TypeVar("T")
 
@@ -125,16 +125,17 @@ class Rendezvous:
             "constructor, which is collective; make it on every rank of the group"
         )
 
-    def hear(self, make: Callable[[], T]) -> list[T]:
-        """The results of `make` on every rank, by rank; they must be JSON values.
+    def hear(self, make: Callable[[], T], **alike: object) -> list[T]:
+        """The results of `make` on every rank, by rank; they must be JSON values. alike: arguments of the constructor.
 
         Raises: on every rank if it raised on any: on that rank the error itself, on others ValueError (for a
-        ValueError) or RuntimeError quoting it. PeerError naming the ranks that did not come in time.
+        ValueError) or RuntimeError quoting it. ValueError if ranks differ in one of `alike`. PeerError naming the ranks
+        that did not come in time.
         """
         error: Exception | None = None
         own: dict[str, Any]
         try:
-            own = {"made": make()}
+            own = {"made": make(), "claim": Claim.of(self._name, alike, None)}
         except Exception as raised:
             error = raised
             own = {"error": f"{type(raised).__name__}: {raised}", "value": isinstance(raised, ValueError)}
@@ -147,6 +148,7 @@ class Rendezvous:
             if "error" in answer:
                 kind = ValueError if answer["value"] else RuntimeError
                 raise kind(f"{self._name}: rank {rank} could not take part: {answer['error']}")
+        raise_first([Claim(*answer["claim"]) for answer in answers], None)
         return [answer["made"] for answer in answers]
 
     def connect(self, make: Callable[[], T]) -> T:

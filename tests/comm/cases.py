@@ -1,6 +1,7 @@
 """What a rank does in the tests of communicators: module-level functions, so that processes find them by name."""
 
 import copy
+import gc
 import math
 import os
 import pickle
@@ -386,6 +387,19 @@ def drops(comm):
     elif comm.rank == 1:
         comm.exchange({}, {0: [x]}, tag=tag(3, 1, 4)).wait()
     comm.agree("afterwards", {})
+
+
+def collected(comm, make):
+    """What cannot be raised as garbage collection takes a comm with a work that nobody waited for."""
+    unraisable, x, peer = [], torch.zeros(2), 1 - comm.rank
+    cycle = {"comm": make(comm)}
+    cycle["work"] = cycle["comm"].exchange({peer: [x]}, {peer: [x.clone()]}, tag=tag(0))
+    cycle["itself"] = cycle
+    with mock.patch.object(sys, "unraisablehook", lambda what: unraisable.append(str(what.exc_value))):
+        del cycle
+        gc.collect()
+    comm.agree("afterwards", {})
+    return unraisable
 
 
 def other_tag(comm):

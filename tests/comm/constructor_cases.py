@@ -14,9 +14,11 @@ from tests.comm import cases
 ARGUMENTS = {
     "no memory": {"pool_bytes": 1 << 62},
     "no pool": {"pool_bytes": 0},
+    "no such pool": {"pool_bytes": 1 << 70},
     "no timeout": {"timeout": 0},
     "a text": {"timeout": "5"},
     "no check": {"check": "never"},
+    "another check": {"check": "call"},
 }
 
 

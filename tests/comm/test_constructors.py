@@ -24,9 +24,16 @@ FAILURES = [
     ("no extension", "shm", "NotImplementedError", "seqpar._C was not built"),
     ("no memory", "shm", "RuntimeError", "pool_bytes=4611686018427387904"),
     ("no pool", "shm", "ValueError", "pool_bytes=0, expected at least 1"),
+    ("no such pool", "shm", "ValueError", r"pool_bytes=1180591620717411303424, expected at least 1, at most 2\*\*62"),
     ("no timeout", "shm gloo", "ValueError", "timeout=0, expected seconds > 0"),
     ("a text", "shm gloo", "ValueError", "timeout='5', expected seconds > 0"),
     ("no check", "shm gloo", "ValueError", "check='never'"),
+    (
+        "another check",
+        "shm gloo",
+        "ValueError",
+        "ranks differ in check: 'batch' on ranks 0, 2; 'call' on rank 1; give all",
+    ),
     ("no descriptors", "shm gloo", "RuntimeError", "this process can open \\d+ more files.*raise `ulimit -n`"),
 ]
 
@@ -42,7 +49,7 @@ FAILURES = [
 @pytest.mark.sampled(3)
 def test_a_rank_that_cannot_take_part_says_so_everywhere(kind, how, error, text):
     for rank, ((found, message), alive) in enumerate(run_processes(3, constructor_cases.made, how, comm=kind)):
-        quoted = "" if rank == 1 or how == "another machine" else "rank 1 could not take part: .*"
+        quoted = "" if rank == 1 or how.startswith("another") else "rank 1 could not take part: .*"
         assert re.search(quoted + text, message), message
         assert found == (error if rank == 1 or error == "ValueError" else "RuntimeError")
         assert len(alive) == 16

@@ -74,7 +74,7 @@ def test_the_communicator_of_a_group_is_shared_on_demand_and_never_ended() -> No
 
 
 def test_ranks_that_differ_in_sharing_hear_of_it() -> None:
-    text = "GroupComm: private is [True, False] by rank, expected one value"
+    text = "GroupComm: ranks differ in private: True on rank 0; False on rank 1; give all ranks the same"
     assert run_processes(2, nccl_cases.shares, True) == [text] * 2
 
 

@@ -21,7 +21,7 @@ from seqpar.comm.peer.pool import DevicePool
 from seqpar.comm.peer.signals import FIRST, LINE, WRAP, epoch, reached
 from seqpar.testing import run_processes, run_threads
 from tests.cases import OVER_RANKS
-from tests.comm.cases import by_itself, tag, until
+from tests.comm.cases import by_itself, collected, tag, until
 from tests.comm.device import LIMIT, Model, Stream, on_model
 from tests.comm.peer_cases import CHECKS, strided
 from tests.comm.suite import Exchanges
@@ -434,6 +434,19 @@ def test_the_model_has_the_methods_of_the_device():
 
 
 # --- ranks that are gone, streams that do not go on -------------------------------------------------------------------
+
+
+def another(comm):
+    return type(comm)(timeout=120.0)
+
+
+def of_a_model(comm):
+    return PeerComm.over(another(comm), Model(comm.rank, comm.size), 1 << 16, 120.0)
+
+
+@pytest.mark.parametrize(("kind", "make"), [("gloo", another), ("shm", another), ("shm", of_a_model)])
+def test_a_comm_is_collected_in_silence_with_a_work_that_nobody_waited_for(kind, make):
+    assert run_processes(2, collected, make, comm=kind) == [[], []]
 
 
 @pytest.mark.parametrize(("case", "says"), [("dies", "whose process has ended"), ("closes", "which closed its comm")])

@@ -404,7 +404,8 @@ class PeerChannel(Channel):
 
     def fail(self, reason: str) -> None:
         """Make this rank's reason the root cause, unless there is one, and tell all ranks; in a fork do nothing."""
-        if not self.owner.in_own_process:
+        # a work collected in one cycle with its comm comes after the end: peers read there that it closed
+        if not (self.owner.in_own_process and self.end.alive):
             return
         self.ops.shm_fail(self.mail, reason)
         assert self.cause is not None

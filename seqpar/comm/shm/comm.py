@@ -122,7 +122,7 @@ class ShmChannel(ProcessChannel):
             self.ops = native.ops()
             with self._explained(pool_bytes):
                 self.end = self.ops.shm_open(self.rank, self.size, pool_bytes)
-            weakref.finalize(self, self.ops.shm_close, self.end)
+            self._release = weakref.finalize(self, self.ops.shm_close, self.end)
             return machine(), self.ops.shm_address(self.end)
 
         def map_all() -> None:
@@ -131,7 +131,7 @@ class ShmChannel(ProcessChannel):
                     with self._explained(pool_bytes):
                         self.ops.shm_map(self.end, rank, address)
 
-        ends = rendezvous.hear(make)
+        ends = rendezvous.hear(make, check=check)
         elsewhere = [rank for rank, (where, _) in enumerate(ends) if where[:2] != ends[0][0][:2]]
         if elsewhere:
             names = sorted({ends[rank][0][2] for rank in elsewhere})
@@ -163,7 +163,8 @@ class ShmChannel(ProcessChannel):
 
     def fail(self, reason: str) -> None:
         """Mark the group dead for `reason`, unless it has a root cause."""
-        if self.owner.in_own_process and self.cause is None:
+        # a work collected in one cycle with its comm comes after the end: peers read there that it closed
+        if self.owner.in_own_process and self._release.alive and self.cause is None:
             log.info("rank %d: %s", self.rank, reason)
             self.ops.shm_fail(self.end, reason)
             rank, _, _ = self.ops.shm_cause(self.end).partition(" ")
