@@ -294,8 +294,9 @@ class ShmComm(ProcessComm[ShmChannel]):
     `empty` peers can write at once; by default the machine's, at most 64 GiB. It is address space until it is touched.
     A bit more is kept for messages, so that ranks can agree and stage small tensors while the pool is full.
 
-    Memory from `empty` is shared: a fork that writes to it changes its parent's. All processes need the same user and
-    pid namespace. Bytes only move while a rank is inside the comm, posting, waiting or agreeing.
+    Memory from `empty`, where results of verbs are too, is shared: a fork that writes to it changes its parent's, and
+    sees what its parent writes later, so give it a clone. All processes need the same user and pid namespace. Bytes
+    only move while a rank is inside the comm, posting, waiting or agreeing.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks. Tensors may have any strides, and up to 6 dims if they are not contiguous.
