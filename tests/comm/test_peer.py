@@ -353,6 +353,29 @@ def test_tensors_elsewhere_and_graphs_are_refused():
         assert "in a CUDA graph under capture" in captured
 
 
+def agrees_meanwhile(comm, elements, early):
+    """Rank `early` agrees while the other one waits for their exchange, and then agrees too: what rank 0 receives."""
+    x, y = torch.full((elements,), 3.0), torch.zeros(elements)
+    sides = ({}, {1: [y]}) if comm.rank == 0 else ({0: [x]}, {})
+    if comm.rank != early:
+        time.sleep(0.2)  # the other one is agreeing
+    work = comm.exchange(*sides, tag=tag(0))
+    if comm.rank != early:
+        work.wait()
+    comm.agree("meanwhile", {"elements": elements})
+    work.wait()
+    return y.unique().tolist()
+
+
+@pytest.mark.parametrize("run", [run_threads, partial(run_processes, comm="shm")], ids=["threads", "processes"])
+@pytest.mark.parametrize("elements", [10, 3000])  # at once, and in pieces
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.sampled(2)
+def test_an_exchange_goes_on_while_a_rank_agrees(run, elements, early):
+    options = {"pool_bytes": 4096}
+    assert run(2, on_model, agrees_meanwhile, (elements, early), 30.0, options) == [[3.0], [0.0]]
+
+
 # --- opening and closing ----------------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,10 @@ A message that the pool has no room for comes in pieces: see `pieces`. Each piec
 While it waits, the receiver's host makes its landing stream wait for a piece, copy it to the tensor, and write `lane`.
 
 Destinations go from host to host (`offer`, `arrive`: the shared-memory mailbox that `ShmComm` uses too). Hosts
-communicate in `exchange` and `wait` only, in the order of exchanges, and `wait` returns once all hosts involved have
-launched their part. So the write that ends a wait is always launched before the wait. Therefore nothing that blocks a
-host, such as freeing memory, and no two streams that share a hardware queue can stall a device.
+communicate in `exchange` and `wait`, in the order of exchanges, and beside an agreement (`progressing`); `wait` returns
+once all hosts involved have launched their part. So the write that ends a wait is always launched before the wait.
+Therefore nothing that blocks a host, such as freeing memory, and no two streams that share a hardware queue can stall a
+device.
 
 A comm dies by a cause that is published to all ranks, then by a word `poison` in every rank's memory. From then on
 waits for arrivals are released, and received tensors are NaN; see `PeerChannel.poison` for the order of these steps.
@@ -28,12 +29,13 @@ waits for arrivals are released, and received tensors are NaN; see `PeerChannel.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -249,6 +251,40 @@ class PeerChannel(Channel):
             if work.sends:
                 return
             self.pushing.popleft()
+
+    @contextlib.contextmanager
+    def progressing(self) -> Iterator[None]:
+        """While this thread waits for other hosts, another one continues the exchanges that are left, if any are."""
+        with self.lock:
+            self.progress()
+            left = self._left()
+        done = threading.Event()
+        if left:
+            threading.Thread(target=self._progress_until, args=(done,), name="seqpar comm push", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _left(self) -> bool:
+        """Whether a host has more to do for the exchanges that were posted."""
+        lanes = any([lane.flying for lane in self.lanes.values()])
+        return bool(self.pushing) or lanes or any(self.offers.values())
+
+    def _progress_until(self, done: threading.Event) -> None:
+        try:
+            while self.cause is None:
+                seen = self.ops.shm_bell(self.mail)
+                with self.lock:
+                    if done.is_set():
+                        return
+                    self.progress()
+                    if not self._left():
+                        return
+                self.ops.shm_wait(self.mail, seen, 0.1)
+        except RuntimeError as error:
+            if not isinstance(error, PeerError):  # which is told already
+                self.fail(f"continuing exchanges beside an agreement: {error}")
 
     def _offer_piece(self, peer: int, piece: CutPiece) -> bool:
         """Whether there was room for a piece, in the peer's buffer and in the mailbox."""

@@ -184,13 +184,12 @@ class PeerComm(CommBase[PeerChannel]):
         return self._together(what, lambda: self._control.gather(what, value, error, facts=facts))
 
     def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
-        """The result of a collective of the hosts' comm, after this rank has pushed everything it can."""
+        """The result of a collective of the hosts' comm; exchanges that were posted go on meanwhile."""
         channel = self._channel
         channel.check(f"cannot agree on {what}")
-        with channel.lock:
-            channel.progress()
         try:
-            return over_hosts()
+            with channel.progressing():
+                return over_hosts()
         except PeerError:
             channel.check(f"agreeing on {what}")
             raise
