@@ -8,7 +8,7 @@ from typing import Any
 
 # seconds that a comm waits by default: above torch's own 600 for NCCL, since a rank may evaluate or write meanwhile
 PATIENCE = 1800.0
-MOST_BYTES = 1 << 62  # of a pool, whose size with what is beside it has 63 bits
+MOST_BYTES = 1 << 62  # of a pool: the sum with the rest of its memory has 63 bits
 LONGEST = 1e9  # seconds: about the longest wait that the system can count
 
 

@@ -390,7 +390,7 @@ def drops(comm):
 
 
 def collected(comm, make):
-    """What cannot be raised as garbage collection takes a comm with a work that nobody waited for."""
+    """Errors that could not be raised while garbage collection took a comm with a work that nobody waited for."""
     unraisable, x, peer = [], torch.zeros(2), 1 - comm.rank
     cycle = {"comm": make(comm)}
     cycle["work"] = cycle["comm"].exchange({peer: [x]}, {peer: [x.clone()]}, tag=tag(0))
