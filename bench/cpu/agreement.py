@@ -69,7 +69,7 @@ def met(size: int, meeting: Any) -> dict[str, Any]:
     def rank(number: int) -> None:
         try:
             rendezvous = meeting("GroupComm", stores[number], number, size, 600.0)
-            rendezvous.hear(lambda: [f"GPU-{uuid.UUID(int=number)}", place], check="batch", private=True)
+            rendezvous.hear(lambda: [f"GPU-{uuid.UUID(int=number)}", place, True])
             rendezvous.connect(lambda: number)
         except BaseException as error:
             failures.append(error)
