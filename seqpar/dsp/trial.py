@@ -4,7 +4,7 @@ A spec lists the dimensions that a stage mixes, and ranks share one of the other
 own, wrong result. So after its first call a stage is called again, without gradients: on the same rows, and on rows
 where some are replaced by their neighbours. What comes out for the other rows must be the same::
 
-    rows of t     x0  x1  x2  x3         x1  x1  x2  x0
+    rows of t     x0  x1  x2  x3         x1  x1  x2  x2
     a stage       y0  y1  y2  y3         ..  y1  y2  ..      where it mixes other dimensions alone
 
 Then all rows are moved by one place, and results must move with them; and the last row is left out, and the results of
@@ -39,7 +39,7 @@ from seqpar.ops.core.compared import gap
 log = logging.getLogger("seqpar")
 SMALL = 1e-3  # a parameter below this everywhere is given other values
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
-# Changes of rows: those of one parity replaced by the next ones; all moved by one place; the last one left out.
+# Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the last one left out.
 EVEN, ODD, MOVED, FEWER = range(4)
 MIXES, COUNTS = "mixes", "counts the rows of"
 FILLED = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
@@ -145,8 +145,8 @@ class Trial:
         rows = self.grid.outer.unfold(x, self.forms[name], self.inside)
         at = form.index(dim)
         index = torch.arange(rows.shape[at], device=x.device)
-        if len(index) and way <= ODD:
-            index = torch.where(_parity(index) == way, index.roll(-1), index)
+        if way <= ODD and len(index) > 1:  # by the last one before, or the first one: none of this parity is left
+            index = torch.where(_parity(index) == way, 1 - way, index).cummax(0).values
         elif len(index) > 1:
             index = index.roll(-1) if way == MOVED else index[:-1]
         return form.fold(rows.index_select(at, index))

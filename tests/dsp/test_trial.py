@@ -118,6 +118,14 @@ def test_a_stage_that_mixes_what_ranks_share(name: str) -> None:
         assert said.endswith("list t in the whole of its block")
 
 
+@pytest.mark.parametrize("row", range(8))
+def test_a_scale_of_the_largest_row_is_seen_wherever_that_row_is(row: int) -> None:
+    x = X.repeat(1, 4, 1, 1)
+    x[:, [row, row + 8]] *= 3  # the largest of each of two ranks
+    said = refused(Clip(lambda x: (x * 127 / x.abs().max()).round() / 127 * x.abs().max()), x=x)
+    assert all("second mixes t" in each for each in said), said
+
+
 PLACES = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(3))
 BY_PLACE: dict[str, Mixing] = {
     "numbers of rows": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None, None],
