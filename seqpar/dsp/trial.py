@@ -12,8 +12,9 @@ the others must stay. A stage that numbers or counts its rows by itself fails he
 are left out for stages with tables of rows, which stay as they are, and for stages that remember tensors, which may be
 of rows; fewer rows also where attention or adapters know their number, and where a rank could let others wait.
 
-Parameters that are zero, as gates and last layers are at the start of training, hide what they will multiply later; in
-the trial they have other values.
+Parameters and arguments that are zero, as gates and last layers are at the start of training, hide what they will
+multiply later; in the trial they have other values. So have rows of the stream that are all alike, as those of still
+clips: nothing would change if they were replaced by each other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,10 +73,7 @@ class Trial:
     ) -> None:
         self.module, self.block, self.grid, self.inside, self.dims = module, block, grid, inside, dims
         self.forms = {**block.rows, **block.stream}
-        self.given = {
-            name: x.detach().clone() if isinstance(x, Tensor) and name in self.forms else x
-            for name, x in arguments.items()
-        }
+        self.given = {name: self._telling(name, x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.forms]
         self.fixed = [*module.parameters(), *others]
         self.versions = [version_of(x) for x in self.fixed]
@@ -137,6 +136,16 @@ class Trial:
             name: self._changed(x, name, dim, way) if isinstance(x, Tensor) and name in self.forms else x
             for name, x in self.given.items()
         }
+
+    def _telling(self, name: str, x: Tensor) -> Tensor:
+        """An argument, in new memory if it has rows, and with other values if its own would hide what a stage does."""
+        if name not in self.block.stream:
+            if _is_small(x):
+                return _filled(x)
+            return x.detach().clone() if name in self.forms else x
+        x, dims = x.detach().clone(), [dim for dim in self.dims if dim in form_of(self.forms[name]).names]
+        still = any(all(torch.equal(x, self._changed(x, name, dim, way)) for way in (EVEN, ODD)) for dim in dims)
+        return _varied(x) if still and x.numel() and x.dtype in FILLED else x
 
     def _changed(self, x: Tensor, name: str, dim: str, way: int) -> Tensor:
         form = form_of(self.forms[name])
@@ -205,7 +214,9 @@ def _copied(module: nn.Module) -> Iterator[None]:
     try:
         for part, parameters, buffers in own:
             part._buffers.update({name: None if x is None else x.clone() for name, x in buffers.items()})
-            part._parameters.update({name: _filled(p) for name, p in parameters.items() if _is_small(p)})
+            part._parameters.update(
+                {name: nn.Parameter(_filled(p), p.requires_grad) for name, p in parameters.items() if _is_small(p)}
+            )
         yield
     finally:
         for part, parameters, buffers in own:
@@ -213,11 +224,19 @@ def _copied(module: nn.Module) -> Iterator[None]:
             part._buffers.update(buffers)
 
 
-def _is_small(p: Tensor | None) -> bool:
-    plain = type(p) is nn.Parameter and p.dtype in FILLED and p.numel() and not p.is_meta
-    return bool(plain and p is not None and p.detach().abs().max() < SMALL)
+def _is_small(x: Any) -> bool:
+    """Whether a tensor is zero, or nearly, everywhere."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.dtype in FILLED and x.numel() and not x.is_meta
+    return bool(plain and x.detach().abs().max() < SMALL)
 
 
-def _filled(p: Any) -> nn.Parameter:
-    values = torch.linspace(0.1, 1.0, p.numel(), device=p.device, dtype=torch.float32)
-    return nn.Parameter(values.view(p.shape).to(p.dtype), p.requires_grad)
+def _filled(x: Any) -> Tensor:
+    values = torch.linspace(0.1, 1.0, x.numel(), device=x.device, dtype=torch.float32)
+    return values.view(x.shape).to(x.dtype)
+
+
+def _varied(x: Tensor) -> Tensor:
+    """A tensor with random numbers of its scale added, the same on all ranks; the state of no generator changes."""
+    drawn = np.random.default_rng(0).random(tuple(x.shape), dtype=np.float32)
+    scale = x.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return x + torch.from_numpy(drawn).to(x) * torch.where(scale > 0, scale, 1)

@@ -184,6 +184,53 @@ def test_a_gate_that_is_closed_hides_nothing() -> None:
     assert all("second mixes t" in said for said in refused(model))
 
 
+class GatedByTime(Clip):
+    """Its gates follow the time, and are closed before it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.gate = GatedByArgument(), nn.Linear(1, 8)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(torch.ones(1, 1, dtype=x.dtype))[:, None, None]
+        return self.leave(self.second(self.first(self.enter(x)), gate))
+
+
+class GatedByArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + gate * self.linear(x.cumsum(1))
+
+
+@pytest.mark.parametrize("more", [{"rows": {"gate": "b 1 1 c"}}, {"shared": ("gate",)}])
+def test_a_closed_gate_that_is_given_hides_nothing(more: dict[str, Any]) -> None:
+    block = Block("second", {"x": "b t s c"}, ("s",), rest=ANY, **more)
+    spec = replace(SPEC, model="GatedByTime", blocks=(SPEC.blocks[0], block), outside=("enter", "gate"))
+    assert all("second mixes t" in said for said in refused(GatedByTime(), spec))
+
+
+STILL = {"zeros": torch.zeros_like(X), "a still clip": X[:, :1].expand_as(X), "still halves": X[:, [0, 0, 2, 2]]}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_rows_that_are_all_alike_hide_nothing(name: str) -> None:
+    for said in refused(Clip(lambda x: x - x.mean(1, keepdim=True)), x=STILL[name]):
+        assert "second mixes t" in said, said
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_rows_that_are_all_alike_stay_so_for_the_model(name: str) -> None:
+    is_one_process(2, partial(made, Clip), SPEC, STILL[name])
+    model, before = Clip(), torch.get_rng_state()
+    assert refused(model, x=STILL[name]) == ["nothing"] * 2
+    assert torch.equal(before, torch.get_rng_state())
+
+
 # --- what is right, and stays so --------------------------------------------------------------------------------------
 
 
