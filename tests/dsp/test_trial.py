@@ -96,14 +96,19 @@ def is_one_process(ranks: int, *given: Any, **more: Any) -> None:
     compared(run_threads(ranks, call, *given), want)
 
 
-def refused(model: nn.Module, spec: Spec = SPEC, grad: str = "replicated", x: Tensor = X, ranks: int = 2) -> list[str]:
+def refused(
+    model: nn.Module, spec: Spec = SPEC, grad: str = "replicated", x: Tensor = X, ranks: int = 2, autocast: bool = False
+) -> list[str]:  # fmt: skip
     """What each rank of some says to a first forward."""
 
     def on_a_rank(comm: Comm) -> str:
         own = copy.deepcopy(model).double()
+        if x.dtype != torch.float64:  # which would change complex buffers too
+            own.to(x.dtype)
         parallelize(own, comm, spec, grad=grad, plan=SHARDED)
         try:
-            own(x.clone().requires_grad_())
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                own(x.clone().requires_grad_())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
@@ -229,6 +234,46 @@ def test_rows_that_are_all_alike_stay_so_for_the_model(name: str) -> None:
     model, before = Clip(), torch.get_rng_state()
     assert refused(model, x=STILL[name]) == ["nothing"] * 2
     assert torch.equal(before, torch.get_rng_state())
+
+
+ROUGH = [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True)]  # dtypes, and autocast
+
+
+def one_large(x: Tensor) -> Tensor:
+    """Rows with one large channel, as trained transformers have."""
+    return torch.cat([50 * x[..., :1], x[..., 1:]], -1)
+
+
+@pytest.mark.parametrize("dtype, autocast", ROUGH)
+def test_a_large_channel_hides_nothing_where_results_are_rough(dtype: torch.dtype, autocast: bool) -> None:
+    model = Clip(lambda x: F.layer_norm(x, x.shape[-1:]).mean(1, keepdim=True), between=one_large)
+    for said in refused(model, x=rand(1, 16, 6, 3).to(dtype), autocast=autocast):
+        assert "second mixes t" in said, said
+
+
+class Experts(nn.Module):
+    """Rows go to one of three experts, each of which gets other rows if some change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 2)
+        for layer in self.layers:
+            out, expert = torch.zeros_like(rows), rows[:, :3].argmax(1)
+            for n, linear in enumerate(layer):
+                own = (expert == n).nonzero()[:, 0]
+                out = out.index_add(0, own, linear(rows[own]).to(out.dtype))
+            rows = rows + out
+        return rows.view(x.shape)
+
+
+@pytest.mark.parametrize("dtype, autocast", ROUGH)
+def test_experts_are_right_where_results_are_rough(dtype: torch.dtype, autocast: bool) -> None:
+    model = Clip(between=one_large)
+    model.second = Experts()
+    assert refused(model, x=rand(1, 16, 6, 3).to(dtype), autocast=autocast) == ["nothing"] * 2
 
 
 # --- what is right, and stays so --------------------------------------------------------------------------------------
