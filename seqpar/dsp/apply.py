@@ -31,6 +31,7 @@ from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.handles import in_graph
 
 MakeStagePlan = Callable[..., StagePlan]
+KINDS = 16  # kinds of calls that are looked at one by one
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
 
 
@@ -123,14 +124,13 @@ class Parallelized(ParallelModel):
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         seen: _Seen = getattr(model, SEEN)
-        self._agree(model, seen, arguments)
+        kind = self._agree(model, seen, arguments)
         space = Space(self.spec.dims(model, arguments), self.comm)
-        state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards)
+        state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards, kind)
         self._forwards += 1
         stack = self._stack()
         stack.append(state)
-        # each module's own mode: dropout may be switched on in a part
-        sizes = (space.key, tuple([module.training for module in seen.modules]))
+        sizes = space.key, kind
         state.draws = None if sizes in seen.sizes else NoDraws(lambda: state.sharded, self.comm)
         try:
             with state.draws or nullcontext():
@@ -142,7 +142,8 @@ class Parallelized(ParallelModel):
             raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
         if state.first:
             self._check_first(state, out)
-        seen.shapes.add((state.shape, model.training))
+        seen.kinds.add(kind)
+        seen.shapes.add((state.shape, kind))
         seen.sizes.add(sizes)
         return out
 
@@ -172,7 +173,7 @@ class Parallelized(ParallelModel):
         if in_graph():  # selective recomputation would take a second call's results for the first one's
             return {}
         tried = getattr(state.model, SEEN).tried
-        keys = {(name, dim, state.model.training): rows for dim, rows in to_try(block, grid, inside, parts).items()}
+        keys = {(name, dim, state.kind): rows for dim, rows in to_try(block, grid, inside, parts).items()}
         due = {key: rows for key, rows in keys.items() if tried.get(key, 1) < min(rows, ENOUGH)}
         state.tried |= due
         return {dim: "" for _, dim, _ in due}
@@ -250,7 +251,7 @@ class Parallelized(ParallelModel):
         if state.plan is None:
             shape, plan = self._plan(state, x)
             seen: _Seen = getattr(state.model, SEEN)
-            state.follow(shape, plan, first=(shape, state.model.training) not in seen.shapes)
+            state.follow(shape, plan, first=(shape, state.kind) not in seen.shapes)
             if state.draws is not None and state.draws.drew and self.check_inputs:
                 with agreement("random numbers before the first stage", self.comm, every=True) as call:
                     call.facts = {f"the input of {name}": ordered(x)}
@@ -286,8 +287,12 @@ class Parallelized(ParallelModel):
 
     # --- comparing ranks ---------------------------------------------------------------------------------------------
 
-    def _agree(self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any]) -> None:
-        """Check that ranks make the same call, with nothing active that must not be."""
+    def _agree(self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any]) -> object:
+        """Check that ranks make the same call, with nothing active that must not be. Returns the kind of call.
+
+        Calls of one kind have the same arguments besides None, the same settings and the same modes of all modules, by
+        which a stage may take other code; dropout may be switched on in a part.
+        """
         with agreement(f"a forward of {type(model).__name__}", self.comm, every=True) as call:
             self._check_changes(model, seen)
             facts = {
@@ -295,9 +300,14 @@ class Parallelized(ParallelModel):
             }
             if self.check_inputs and not seen.weights:
                 facts["weights"] = weights_of(model)
+            modes = tuple([module.training for module in seen.modules])
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
-            call.facts = facts
+            call.facts = facts | {"modules in training": sum(modes)}
         seen.weights = True
+        settings = [(name, x if isinstance(x, (bool, int, str)) else type(x)) for name, x in leaves(arguments)]
+        kind = modes, tuple(settings)
+        # settings may be other numbers in every step
+        return kind if kind in seen.kinds or len(seen.kinds) < KINDS else "one of many"
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
@@ -307,6 +317,7 @@ class Parallelized(ParallelModel):
         modules = list(model.modules())
         if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
             check_modules(model, self.spec, self.names)
+            seen.forget()
             seen.modules = modules
         if drops := active_dropout(model):
             raise NotImplementedError(
@@ -339,17 +350,22 @@ class Parallelized(ParallelModel):
 
 
 class _Seen:
-    """What was checked of a model: its modules, its weights, the batch shapes with a forward, and stages tried.
+    """What was checked of a model: its modules, its weights, kinds of calls, batch shapes, and stages tried.
 
     A copy of the model starts empty.
     """
 
     def __init__(self) -> None:
-        self.weights = False
         self.modules: list[nn.Module] = []
-        self.shapes: set[object] = set()  # each with training or not
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was checked, since modules are others now."""
+        self.weights = False
+        self.kinds: set[object] = set()
+        self.shapes: set[object] = set()  # each with a kind
         self.sizes: set[object] = set()  # the same, known before the first stage
-        self.tried: dict[object, int] = {}  # stages, each with a dimension, and training or not -> rows in a trial
+        self.tried: dict[object, int] = {}  # stages, each with a dimension and a kind -> rows in a trial
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()

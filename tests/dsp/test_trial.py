@@ -513,6 +513,78 @@ def test_one_row_a_rank_is_tried_when_there_are_more() -> None:
     assert run_threads(2, on_a_rank) == ["done"] * 2
 
 
+class Switched(Stage):
+    """Looks at earlier rows where it is told to, or where a part is in training."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, mode: object = None) -> Tensor:
+        return super().forward(x.cumsum(1) if mask is not None or mode or self.linear.training else x)
+
+
+class SwitchedClip(Clip):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Switched()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, mode: object = None) -> Tensor:
+        return self.leave(self.second(self.first(self.enter(x)), mask, mode))
+
+
+class Summed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cumsum(1))
+
+
+def replaces(model: nn.Module) -> None:
+    torch.manual_seed(1)
+    model.second.linear = Summed(8, 8).double().eval()
+
+
+LATER: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
+    "an argument that was None": (lambda model: None, {"mask": torch.ones(1, 4)}),
+    "a flag": (lambda model: None, {"mode": True}),
+    "a number": (lambda model: None, {"mode": 3}),
+    "a word": (lambda model: None, {"mode": "sums"}),
+    "the mode of a part": (lambda model: model.second.linear.train(), {}),
+    "another module": (replaces, {}),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_stage_is_tried_again_when_it_is_called_in_another_way(name: str) -> None:
+    change, more = LATER[name]
+    block = Block("second", {"x": "b t s c"}, ("s",), rows={"mask": "b t"}, shared=("mode",), rest=ANY)
+    spec = replace(SPEC, model="SwitchedClip", blocks=(SPEC.blocks[0], block))
+
+    def on_a_rank(comm: Comm) -> str:
+        model = made(SwitchedClip).eval()
+        parallelize(model, comm, spec, plan=SHARDED)
+        model(X, mode=0)
+        change(model)
+        with pytest.raises((NotImplementedError, ValueError), match="second mixes t"):
+            model(X, **{"mode": 0} | more)
+        return "done"
+
+    assert run_threads(2, on_a_rank, timeout=20) == ["done"] * 2
+
+
+def test_a_stage_is_not_tried_at_every_step_if_a_number_differs() -> None:
+    block = Block("second", {"x": "b t s c"}, ("s", "t"), shared=("mode",), rest=ANY)
+    spec = replace(SPEC, model="SwitchedClip", blocks=(SPEC.blocks[0], block))
+
+    def on_a_rank(comm: Comm) -> list[int]:
+        model, found = made(SwitchedClip), []
+        parallelize(model, comm, spec, plan=SHARDED)
+        calls: list[int] = []
+        model.first.linear.register_forward_hook(lambda *_: calls.append(1))
+        for step in range(40):
+            model(X, mode=step)
+            found.append(len(calls))
+            calls.clear()
+        return found
+
+    assert run_threads(2, on_a_rank) == [[7] * 17 + [1] * 23] * 2
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_trial_under_a_checkpoint(reentrant: bool) -> None:
     def make() -> nn.Module:
