@@ -154,14 +154,16 @@ class Parallelized(ParallelModel):
         if not run.first or _in_backward():
             return run_stage(module, block, forward, run, arguments, self.grad)
         state, changed = self._current(name), dict[str, Tensor]()
-        run = run._replace(mixing=self._to_try(state, name, block, run.grid, run.inside, run.parts))
+        due, written = self._to_try(state, name, block, run.grid, run.inside, run.parts), list[str]()
+        run = run._replace(mixing=due, written=written)
         state.inside = name
         with noting_changes(module, name, changed):
             out = run_stage(module, block, forward, run, arguments, self.grad)
         state.inside = ""
         state.changed |= changed
         state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
-        state.mixed += [(name, dim, how) for dim, how in (run.mixing or {}).items() if how]
+        state.mixed += [(name, dim, how) for dim, how in due.items() if how]
+        state.written += [(name, argument) for argument in written]
         if run.last or run.after != (None, None):
             state.note(out, whole=run.last)
         return out
@@ -325,7 +327,7 @@ class Parallelized(ParallelModel):
             )
 
     def _check_first(self, state: ForwardState, out: Any) -> None:
-        """Raise for what a first forward shows: stages that mix other dimensions, shares that it returns, buffers."""
+        """Raise for what a first forward shows: stages that mix more or write to arguments, shares that it returns, buffers."""
         what = type(state.model).__name__
         with agreement(f"a forward of {what}", self.comm, every=True) as call:
             if state.mixed:
@@ -338,6 +340,12 @@ class Parallelized(ParallelModel):
                     f"{name} {how} {dim}, along which ranks share its rows: rows change when {when}; {remedy}"
                 )
             getattr(state.model, SEEN).tried.update(state.tried)
+            if state.written and self.comm.size > 1:
+                name, argument = state.written[0]
+                raise NotImplementedError(
+                    f"{name} writes to {argument}, of which each rank would change its own share or copy; let it write "
+                    f"to a copy, as {argument}.clone() is"
+                )
             if self.comm.size > 1:
                 check_results(what, out, state.ends, state.shards, self.grad)
             if state.uneven:

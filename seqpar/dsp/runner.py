@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
-from seqpar.dsp.checks import SHARE, NoDraws, collective_modules
+from seqpar.dsp.checks import SHARE, NoDraws, collective_modules, version_of
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition, attention_plan
 from seqpar.dsp.moves import switch, switch_all
@@ -47,6 +47,7 @@ class StageRun(NamedTuple):
     seed: int  # of the forward; layers derive theirs from it
     parts: int  # number of parts, computed one after another
     mixing: dict[str, str] | None = None  # dimensions to try -> how rows depend on each other, contrary to the spec
+    written: list[str] | None = None  # arguments besides the stream that the stage writes to, in a first forward
 
 
 class ForwardState:
@@ -54,8 +55,8 @@ class ForwardState:
 
     names: of all stages. seed, kind: of this forward. changed: buffers that stages wrote to, in the first forward of a
     shape; uneven: those among them that some rank did not write exactly once. mixed: stages, dimensions, and how rows
-    depend on each other along these, contrary to the spec. tried: stages with dimensions -> rows in a trial. inside:
-    the stage that is being computed.
+    depend on each other along these, contrary to the spec. tried: stages with dimensions -> rows in a trial. written:
+    stages with arguments that they wrote to. inside: the stage that is being computed.
     ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
     """
 
@@ -73,6 +74,7 @@ class ForwardState:
         self.uneven: list[str] = []
         self.mixed: list[tuple[str, str, str]] = []
         self.tried: dict[object, int] = {}
+        self.written: list[tuple[str, str]] = []
         self.inside = ""
         self.draws: NoDraws | None = None  # in the first forward of these sizes
         self.ends: list[Any] = []
@@ -193,7 +195,11 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
     else:
         if run.mixing:
             trial = Trial(module, block, grid, run.inside, list(run.mixing), arguments)
+        others = [(name, x) for name, x in arguments.items() if isinstance(x, Tensor) and name not in block.stream]
+        versions = [version_of(x) for _, x in others]
         outs = _called(module, block, forward, run, arguments)
+        if run.written is not None:
+            run.written.extend(name for (name, x), v in zip(others, versions, strict=True) if version_of(x) != v)
     with (
         errors_on_all_ranks(run.name, grid.whole.comm) if skips else nullcontext()
     ):  # ranks without rows make no outputs

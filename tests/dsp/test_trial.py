@@ -480,6 +480,45 @@ def test_other_arguments_whose_rows_meet() -> None:
     assert all("second mixes t" in said for said in refused(Weighted(), spec))
 
 
+class Adding(nn.Module):
+    """It adds to what it is given beside its rows, or to a copy of that."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), own
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total = total.clone() if self.own else total
+        with torch.no_grad():
+            total += 1
+        return x + total * self.linear(x)
+
+
+class AddingClip(Clip):
+    def __init__(self, rows: bool, own: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.rows = Adding(own), Adding(own), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.ones_like(x[..., :1] if self.rows else x[0, 0, 0, :1])
+        return self.leave(self.second(self.first(self.enter(x), total), total))
+
+
+def adding(rows: bool) -> Spec:
+    more: dict[str, Any] = {"rows": {"total": "b t s 1"}} if rows else {"shared": ("total",)}
+    mixed = {"first": ("s",), "second": ("t",)}
+    blocks = tuple(Block(name, {"x": "b t s c"}, whole, rest=ANY, **more) for name, whole in mixed.items())
+    return replace(SPEC, model="AddingClip", blocks=blocks)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("ranks", [2, 5])  # of five ranks one has no rows of t
+def test_a_stage_that_writes_to_what_all_ranks_have(rows: bool, ranks: int) -> None:
+    for said in refused(AddingClip(rows), adding(rows), ranks=ranks):
+        assert "writes to total" in said and said.endswith("let it write to a copy, as total.clone() is"), said
+    is_one_process(ranks, partial(made, AddingClip, rows, True), adding(rows), X)
+
+
 def test_what_the_remedy_says_is_right() -> None:
     spec = replace(SPEC, blocks=(SPEC.blocks[0], replace(SPEC.blocks[1], whole=("s", "t"))))
 
