@@ -8,6 +8,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
+from seqpar.dsp.checks import DECIDING
 from seqpar.dsp.costs import Costs
 from seqpar.dsp.plan import StageChoice
 from seqpar.testing import run_processes, run_threads
@@ -85,6 +86,46 @@ def test_a_trial_leaves_the_caches_of_diffusers_as_they_were() -> None:
     for found in run_threads(2, denoised):
         for x, y in zip(found, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def under_faster_cache(comm: Comm, when: str) -> str:
+    model, given = latte(6, 5).eval(), clip(6, 5)
+    config = diffusers.FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 681),
+        unconditional_batch_skip_range=5,
+        unconditional_batch_timestep_skip_range=(-1, 641),
+        current_timestep_callback=lambda: 500,
+        attention_weight_callback=lambda _: 0.3,
+        tensor_format="BFCHW",
+    )
+    with torch.no_grad():
+        want = model(**given).sample
+        if when == "before":
+            model.enable_cache(config)
+            with pytest.raises(NotImplementedError, match="FasterCache.* call the model's disable_cache()"):
+                parallelize(model, comm, plan=SHARDED)
+            model.disable_cache()
+        parallelize(model, comm, plan=SHARDED)
+        if when == "after":
+            model(**given)
+            model.enable_cache(config)
+            with pytest.raises(NotImplementedError, match="FasterCache.* call the model's disable_cache()"):
+                model(**given)
+            model.disable_cache()
+        torch.testing.assert_close(model(**given).sample, want, rtol=1e-10, atol=1e-12)
+    return "done"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cache_that_goes_by_sizes_is_disabled(when: str) -> None:
+    assert run_threads(2, under_faster_cache, when, timeout=20) == ["done"] * 2
+
+
+def test_caches_that_go_by_what_a_rank_sees_are_named_as_diffusers_names_them() -> None:
+    names = [name for module in ("faster_cache", "first_block_cache", "sea_cache")
+             for name in dir(pytest.importorskip(f"diffusers.hooks.{module}"))]  # fmt: skip
+    assert all(any(name.startswith(kind) and name.endswith("Hook") for name in names) for kind in DECIDING)
 
 
 @pytest.mark.exhaustive
