@@ -266,15 +266,23 @@ def _said(x: Tensor) -> str:
 
 
 class _Skip(torch.autograd.Function):
+    """It forgets the values of its inputs, to which the model may write before backward."""
+
     @staticmethod
     def forward(ctx: Any, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*inputs)
+        ctx.zeros = [
+            partial(torch.zeros_like, x)  # as DTensors, where it is one
+            if isinstance(x, nn.Parameter)
+            else partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+            for x in inputs
+        ]
+        ctx.save_for_backward(torch.empty(0))  # that a checkpoint recomputes, as on ranks with rows
         return tuple(torch.empty_like(x) for x in inputs[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        return None, *(torch.zeros_like(x) if n else None for x, n in zip(ctx.saved_tensors, needed, strict=True))
+        assert len(ctx.saved_tensors) == 1
+        return None, *(zeros() if n else None for zeros, n in zip(ctx.zeros, ctx.needs_input_grad[1:], strict=True))
 
 
 # --- adapters inside a stage ----------------------------------------------------------------------------------------

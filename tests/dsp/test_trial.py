@@ -826,6 +826,32 @@ def test_a_stage_whose_output_a_rank_without_rows_cannot_know() -> None:
     is_one_process(3, partial(made, Widened), WIDENED, rand(3, 2, 6, 3), by_batch)
 
 
+class Scaled(Clip):
+    """It writes to what a stage was given, after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Scaling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.mean((1, 2, 3), keepdim=True).clone()
+        y = self.second(self.first(self.enter(x)), scale)
+        scale.mul_(2)
+        return self.leave(y)
+
+
+class Scaling(Stage):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) + scale
+
+
+def test_a_rank_without_rows_keeps_nothing_of_what_a_stage_is_given() -> None:
+    block = replace(SPEC.blocks[1], rows={"scale": "b 1 1 1"})
+    spec = replace(SPEC, model="Scaled", blocks=(SPEC.blocks[0], block))
+
+    is_one_process(3, partial(made, Scaled), spec, rand(1, 2, 6, 3))
+
+
 class Residual(Clip):
     def forward(self, x: Tensor) -> Tensor:
         h = self.enter(x)
