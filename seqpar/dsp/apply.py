@@ -23,7 +23,7 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
-from seqpar.dsp.trial import COUNTS, ENOUGH, Trial, to_try
+from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, Tables, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
@@ -95,7 +95,9 @@ class Parallelized(ParallelModel):
         self._running, self._forwards = threading.local(), 0
         check_modules(model, spec, self.names)
         for name, block in self.stages:
-            check_block(model.get_submodule(name), name, block)
+            module = model.get_submodule(name)
+            check_block(module, name, block)
+            self._undone.enter_context(replaced(module, {TABLES: Tables(module)}))
         self._undone.enter_context(replaced(model, {SEEN: _Seen()}))
         self._put("", self._forward)
         for name, block in self.stages:

@@ -9,8 +9,9 @@ where some are replaced by their neighbours. What comes out for the other rows m
 
 Then all rows are moved by one place, and results must move with them; and the last row is left out, and the results of
 the others must stay. A stage that numbers or counts its rows by itself fails here: it would count those of a rank. Both
-are left out for stages with tables of rows, which stay as they are, and for stages that remember tensors, which may be
-of rows; fewer rows also where attention or adapters know their number, and where a rank could let others wait.
+are left out for stages with tables of rows, which stay as they are, and for stages that remember tensors of earlier
+calls, which may be of rows; fewer rows also where attention or adapters know their number, and where a rank could let
+others wait. What a stage remembers of its own call is forgotten in the trial.
 
 Parameters and arguments that are zero, as gates and last layers are at the start of training, hide what they will
 multiply later; in the trial they have other values. So have rows of the stream that are all alike, as those of still
@@ -35,7 +36,7 @@ from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
 from seqpar.nn.rounding import ROUGH, is_rough
-from seqpar.nn.saved_state import OF_MODULES, eager, held, saved
+from seqpar.nn.saved_state import OF_MODULES, SavedState, eager, held, saved
 from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar")
@@ -45,6 +46,7 @@ ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
 EVEN, ODD, MOVED, FEWER = range(4)
 MIXES, COUNTS = "mixes", "counts the rows of"
 FILLED = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+TABLES = "_seqpar_tables"  # an attribute of stages
 Arguments = dict[str, Any]
 CallStage = Callable[[Arguments], Sequence[Tensor]]
 
@@ -77,6 +79,7 @@ class Trial:
         others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.forms]
         self.fixed = [*module.parameters(), *others]
         self.versions = [version_of(x) for x in self.fixed]
+        self.before, self.remembers = SavedState(module), _remembers(module)
 
     def judge(self, outs: Sequence[Tensor], call: CallStage) -> dict[str, str]:
         """The dimensions along which rows depend on each other, on this rank, and how. All ranks with rows take part.
@@ -88,7 +91,12 @@ class Trial:
             return {}
         kept = [x.detach().clone() for x in outs]
         try:
-            return self._mixed(call)
+            with saved(self.module):
+                afresh = not self.before.would_write()
+                if afresh:  # what the stage has made of its rows is made again of changed ones
+                    self.before.restore()
+                told = afresh or not _remembers(self.module)
+                return {dim: how for dim, how in self._mixed(call).items() if told or how != COUNTS}
         except PeerError:
             raise
         except Exception as error:
@@ -103,7 +111,7 @@ class Trial:
         # as many calls on every rank, since a stage may wait for others inside
         block, first = self.block, self._outs(call, self._rows())
         tables = {dim for form in block.buffers.values() for dim in form_of(form).names}
-        free = [] if _remembers(self.module) else [dim for dim in self.dims if dim not in tables]
+        free = [] if self.remembers else [dim for dim in self.dims if dim not in tables]
         ways = [(dim, way) for dim in self.dims for way in (EVEN, ODD)] + [(dim, MOVED) for dim in free]
         found = [(dim, way, self._outs(call, self._rows(dim, way))) for dim, way in ways]
         # a rank that cannot do without a row fails on its own, where others would wait for its weights
@@ -211,10 +219,25 @@ def _many_differ(a: Tensor, b: Tensor) -> bool:
     return bool((gap(a, b) > 4 * torch.finfo(torch.bfloat16).eps * a.abs()).double().mean() > 0.1)
 
 
+class Tables:
+    """The tensors that a module holds, besides parameters and buffers, before it is called on shares."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.noted = [(x, version_of(x)) for x in _tensors_in(module)]
+
+    def __contains__(self, x: Tensor) -> bool:
+        return any(x is y and version_of(x) == version for y, version in self.noted)
+
+
 def _remembers(module: nn.Module) -> bool:
-    """Whether a module holds tensors besides parameters and buffers, as some do of an earlier call."""
+    """Whether a module holds tensors of an earlier call, which may be of its rows."""
+    tables = getattr(module, TABLES, ())
+    return any(x not in tables for x in _tensors_in(module))
+
+
+def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
     own = (x for part in module.modules() for name, x in part.__dict__.items() if name not in OF_MODULES)
-    return any(isinstance(x, Tensor) for x in held(own))
+    return (x for x in held(own) if isinstance(x, Tensor))
 
 
 @contextmanager

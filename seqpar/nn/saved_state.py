@@ -51,6 +51,10 @@ class SavedState:
                 changed[module, name] = now.clone()
         return changed
 
+    def would_write(self) -> bool:
+        """Whether `restore` would write to tensors, which a graph may need as they are."""
+        return bool(self.changed()) or any(each.changed() for each in self._tensors)
+
     def restore(self, others: Buffers | None = None) -> None:
         """Restore everything. others: values for some buffers in place of the saved ones."""
         for module, kind, several, before in zip(self._modules, self._types, self._buffers, self._attributes):
@@ -93,14 +97,18 @@ class _Kept:
     def _version_of(x: Tensor) -> int:
         return -1 if x.is_inference() else x._version
 
+    def changed(self) -> bool:
+        """Whether the tensor has other values now, in its former shape."""
+        x = self._tensor
+        same = self._version_of(x) == self._version >= 0
+        return not same and x.shape == self._values.shape and not torch.equal(x, self._values)
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put the values back, if the tensor was written to since."""
-        x = self._tensor
-        if self._version_of(x) == self._version >= 0 or x.shape != self._values.shape or torch.equal(x, self._values):
-            return
-        x.copy_(self._values)
-        self._version = self._version_of(x)
+        if self.changed():
+            self._tensor.copy_(self._values)
+            self._version = self._version_of(self._tensor)
 
 
 def _is_dense(x: Tensor) -> bool:

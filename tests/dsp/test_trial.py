@@ -147,6 +147,49 @@ def test_a_stage_that_numbers_or_counts_what_ranks_share(name: str) -> None:
         assert said.endswith("list t in the whole of its block")
 
 
+class Placing(Stage):
+    """It adds a table of places that it has, or makes: once, for each number of rows, or in an object."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.by_size, self.kept, self.box = how, {}, None, Box()
+        self.table = PLACES.double() if how == "had" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, places = x.shape[1], PLACES[: x.shape[1]].double()
+        if self.how == "once":
+            self.kept = places if self.kept is None or len(self.kept) != size else self.kept
+        if self.how == "by size":
+            places = self.by_size.setdefault(size, places)
+        if self.how == "in an object":
+            places = self.box.inside.setdefault(size, places)
+        return super().forward(x) + {"had": self.table, "once": self.kept}.get(self.how, places)[:size]
+
+
+@pytest.mark.parametrize("how", ["had", "once", "by size", "in an object"])
+def test_a_table_of_places_that_a_stage_keeps(how: str) -> None:
+    model = Clip()
+    model.second = Placing(how)
+    for said in refused(model):
+        assert "NotImplementedError: second counts the rows of t" in said, said
+    for said in refused(copy.deepcopy(model)):
+        assert "NotImplementedError: second counts the rows of t" in said, said
+
+
+class Averaging(Stage):
+    """It keeps what it saw first, and writes to a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.detach().tanh() if self.kept is None else self.kept
+        self.total += 1
+        return super().forward(x) * float(self.total) + self.kept
+
+
 def test_a_stage_that_counts_is_right_where_ranks_do_not_share_its_rows() -> None:
     """As the error says; and one that takes no other number of rows is none that counts."""
     spec = replace(SPEC, blocks=(SPEC.blocks[0], replace(SPEC.blocks[1], whole=("s", "t"))))
@@ -386,7 +429,7 @@ class Boxed(Stage):
         return super().forward(x) * (box.count + box.inside["list"][0]) + box.inside["kept"][0]
 
 
-STAGES = (Boxed, Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, Derived)
+STAGES = (Averaging, Boxed, Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, Derived)
 
 
 @pytest.mark.parametrize("kind", STAGES)
