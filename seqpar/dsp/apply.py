@@ -23,7 +23,7 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
-from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, Tables, Trial, to_try
+from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
@@ -97,7 +97,7 @@ class Parallelized(ParallelModel):
         for name, block in self.stages:
             module = model.get_submodule(name)
             check_block(module, name, block)
-            self._undone.enter_context(replaced(module, {TABLES: Tables(module)}))
+            self._undone.enter_context(replaced(module, {TABLES: HeldTensors(module)}))
         self._undone.enter_context(replaced(model, {SEEN: _Seen()}))
         self._put("", self._forward)
         for name, block in self.stages:
@@ -347,8 +347,8 @@ class Parallelized(ParallelModel):
             if state.written and self.comm.size > 1:
                 name, argument = state.written[0]
                 raise NotImplementedError(
-                    f"{name} writes to {argument}, of which each rank would change its own share or copy; let it write "
-                    f"to a copy, as {argument}.clone() is"
+                    f"{name} writes to {argument}, and each rank would change its own share or copy; let it write to a "
+                    f"copy, as {argument}.clone() is"
                 )
             if self.comm.size > 1:
                 check_results(what, out, state.ends, state.shards, self.grad)

@@ -276,7 +276,9 @@ class _Skip(torch.autograd.Function):
             else partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
             for x in inputs
         ]
-        ctx.save_for_backward(torch.empty(0))  # that a checkpoint recomputes, as on ranks with rows
+        ctx.save_for_backward(
+            torch.empty(0, device=inputs[0].device)
+        )  # that a checkpoint recomputes, as on ranks with rows
         return tuple(torch.empty_like(x) for x in inputs[:count])
 
     @staticmethod

@@ -93,7 +93,7 @@ class Trial:
         try:
             with saved(self.module):
                 afresh = not self.before.would_write()
-                if afresh:  # what the stage has made of its rows is made again of changed ones
+                if afresh:  # what the stage keeps of its rows comes again from changed ones
                     self.before.restore()
                 told = afresh or not _remembers(self.module)
                 return {dim: how for dim, how in self._mixed(call).items() if told or how != COUNTS}
@@ -219,7 +219,7 @@ def _many_differ(a: Tensor, b: Tensor) -> bool:
     return bool((gap(a, b) > 4 * torch.finfo(torch.bfloat16).eps * a.abs()).double().mean() > 0.1)
 
 
-class Tables:
+class HeldTensors:
     """The tensors that a module holds, besides parameters and buffers, before it is called on shares."""
 
     def __init__(self, module: nn.Module) -> None:
