@@ -336,7 +336,7 @@ class Parallelized(ParallelModel):
         with agreement(f"a forward of {what}", self.comm, every=True) as call:
             if state.mixed:
                 name, dim, how = state.mixed[0]
-                when = "they move to other places or are fewer" if how == COUNTS else f"other rows of {dim} do"
+                when = "they move to other places or are more" if how == COUNTS else f"other rows of {dim} do"
                 remedy = (
                     f"list {dim} in the whole of its block" if name in self.names else f"leave {dim} out of its rest"
                 )

@@ -80,8 +80,8 @@ def check_caches(modules: Iterable[nn.Module]) -> None:
         for kind in (type(hook).__name__ for hook in hooks.values()):
             if kind.startswith(DECIDING):
                 raise NotImplementedError(
-                    f"{kind} of diffusers goes by the rows that it sees, and each rank sees its share; call the model's "
-                    "disable_cache() first"
+                    f"{kind} of diffusers goes by the rows that it sees, and each rank sees its share; call the "
+                    "model's disable_cache() first"
                 )
 
 

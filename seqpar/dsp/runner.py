@@ -276,9 +276,8 @@ class _Skip(torch.autograd.Function):
             else partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
             for x in inputs
         ]
-        ctx.save_for_backward(
-            torch.empty(0, device=inputs[0].device)
-        )  # that a checkpoint recomputes, as on ranks with rows
+        # so that a checkpoint computes again, as on ranks with rows
+        ctx.save_for_backward(torch.empty(0, device=inputs[0].device))
         return tuple(torch.empty_like(x) for x in inputs[:count])
 
     @staticmethod

@@ -7,11 +7,12 @@ where some are replaced by their neighbours. What comes out for the other rows m
     rows of t     x0  x1  x2  x3         x1  x1  x2  x2
     a stage       y0  y1  y2  y3         ..  y1  y2  ..      where it mixes other dimensions alone
 
-Then all rows are moved by one place, and results must move with them; and the last row is left out, and the results of
-the others must stay. A stage that numbers or counts its rows by itself fails here: it would count those of a rank. Both
-are left out for stages with tables of rows, which stay as they are, and for stages that remember tensors of earlier
-calls, which may be of rows; fewer rows also where attention or adapters know their number, and where a rank could let
-others wait. What a stage remembers of its own call is forgotten in the trial.
+Then all rows are moved by one place, and results must move with them. At last the first rows are given again behind the
+others, as if they were those of the next rank, and results must be the same in both places. A stage that numbers or
+counts its rows by itself fails here: it would count those of a rank. Both are left out for stages with tables of rows,
+which stay as they are, and for stages that remember tensors of earlier calls, which may be of rows; more rows also where
+attention or adapters know their number, and where a rank could let others wait. What a stage remembers of its own call
+is forgotten in the trial.
 
 Parameters and arguments that are zero, as gates and last layers are at the start of training, hide what they will
 multiply later; in the trial they have other values. So have rows of the stream that are all alike, as those of still
@@ -42,8 +43,8 @@ from seqpar.ops.core.compared import gap
 log = logging.getLogger("seqpar")
 SMALL = 1e-3  # a parameter below this everywhere is given other values
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
-# Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the last one left out.
-EVEN, ODD, MOVED, FEWER = range(4)
+# Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the first given again.
+EVEN, ODD, MOVED, MORE = range(4)
 MIXES, COUNTS = "mixes", "counts the rows of"
 FILLED = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 TABLES = "_seqpar_tables"  # an attribute of stages
@@ -114,7 +115,7 @@ class Trial:
         free = [] if self.remembers else [dim for dim in self.dims if dim not in tables]
         ways = [(dim, way) for dim in self.dims for way in (EVEN, ODD)] + [(dim, MOVED) for dim in free]
         found = [(dim, way, self._outs(call, self._rows(dim, way))) for dim, way in ways]
-        # a rank that cannot do without a row fails on its own, where others would wait for its weights
+        # a rank that cannot take more rows fails on its own, where others would wait for its weights
         alone = not (block.attention or block.gathers or block.core or collective_modules(self.module))
         counted = {dim: COUNTS for dim in free if alone and self._counts(call, first, dim)}
         if self._apart(first, self._outs(call, self._rows())):
@@ -125,13 +126,13 @@ class Trial:
         return counted | {dim: MIXES for dim, way in apart if way != MOVED}
 
     def _counts(self, call: CallStage, first: Sequence[Tensor], dim: str) -> bool:
-        """Whether results change without the last row; not if the stage wants as many rows as it got."""
+        """Whether results change with more rows; not if the stage wants as many rows as it got."""
         try:
-            return self._apart(first, self._outs(call, self._rows(dim, FEWER)), dim, FEWER)
+            return self._apart(first, self._outs(call, self._rows(dim, MORE)), dim, MORE)
         except PeerError:
             raise
         except Exception as error:
-            log.info("a stage of %s takes no fewer rows: %s: %s", self.block.modules, type(error).__name__, error)
+            log.info("a stage of %s takes no more rows: %s: %s", self.block.modules, type(error).__name__, error)
             return False
 
     def _outs(self, call: CallStage, arguments: Arguments) -> list[Tensor]:
@@ -164,8 +165,8 @@ class Trial:
         index = torch.arange(rows.shape[at], device=x.device)
         if way <= ODD and len(index) > 1:  # by the last one before, or the first one: none of this parity is left
             index = torch.where(_parity(index) == way, 1 - way, index).cummax(0).values
-        elif len(index) > 1:
-            index = index.roll(-1) if way == MOVED else index[:-1]
+        elif way > ODD:
+            index = _placed(index, way)
         return form.fold(rows.index_select(at, index))
 
     def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", way: int = EVEN) -> bool:
@@ -187,12 +188,17 @@ class Trial:
         sizes = self.grid.outer.local(self.inside)
         rows, at = self.grid.outer.unfold(x, text, self.inside), form.index(dim)
         index = torch.arange(rows.shape[at], device=x.device)
-        fewer = len(index) - (way == FEWER and len(index) > 1)
-        others = form.unfold(y, sizes | {dim: fewer})
+        placed = index if way <= ODD else _placed(index, way)
+        others = form.unfold(y, sizes | {dim: len(placed)})
         if way <= ODD:
             stayed = index[_parity(index) != way]
             return rows.index_select(at, stayed), others.index_select(at, stayed)
-        return rows.index_select(at, index.roll(-1) if way == MOVED else index[:fewer]), others
+        return rows.index_select(at, placed), others
+
+
+def _placed(index: Tensor, way: int) -> Tensor:
+    """The rows in the order in which they are given."""
+    return index.roll(-1) if way == MOVED else torch.cat([index, index[:ENOUGH]])
 
 
 def _parity(index: Tensor) -> Tensor:
