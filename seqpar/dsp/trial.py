@@ -10,9 +10,9 @@ where some are replaced by their neighbours. What comes out for the other rows m
 Then all rows are moved by one place, and results must move with them. At last the first rows are given again behind the
 others, as if they were those of the next rank, and results must be the same in both places. A stage that numbers or
 counts its rows by itself fails here: it would count those of a rank. Both are left out for stages with tables of rows,
-which stay as they are, and for stages that remember tensors of earlier calls, which may be of rows; more rows also where
-attention or adapters know their number, and where a rank could let others wait. What a stage remembers of its own call
-is forgotten in the trial.
+which stay as they are, and for stages that remember tensors of earlier calls, which may be of rows; more rows also
+where attention or adapters know their number, and where a rank could let others wait. What a stage remembers of its own
+call is forgotten in the trial.
 
 Parameters and arguments that are zero, as gates and last layers are at the start of training, hide what they will
 multiply later; in the trial they have other values. So have rows of the stream that are all alike, as those of still
