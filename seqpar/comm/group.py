@@ -88,7 +88,7 @@ class GroupChannel(ProcessChannel):
         store = group.get_group_store()
         rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
         # in the rendezvous, so that no rank waits for one with wrong arguments
-        heard = rendezvous.hear(lambda: self._check(check), check=check, private=bool(private))
+        heard = rendezvous.hear(lambda: self._check(check), check=check, private=private)
         ranks = [_Arrival(*found) for found in heard]
         check_gpus("GroupComm", [rank.gpu for rank in ranks])
         places = [rank.node for rank in ranks]

@@ -375,7 +375,10 @@ class Contribution(NamedTuple):
                 return cls(Claim.of(what, facts, None), pickle.dumps(value), None)
             except Exception as raised:
                 error = raised
-        return cls(Claim.of(what, {}, error), b"", error)
+        try:
+            return cls(Claim.of(what, {}, error), b"", error)
+        except Exception:  # of an error whose text cannot be made
+            return cls(Claim.of(what, {}, RuntimeError(type(error).__name__)), b"", error)
 
 
 def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:

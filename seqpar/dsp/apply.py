@@ -309,7 +309,7 @@ class Parallelized(ParallelModel):
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
             call.facts = facts | {"modules in training": sum(modes)}
         seen.weights = True
-        settings = [(name, x if isinstance(x, (bool, int, str)) else type(x)) for name, x in leaves(arguments)]
+        settings = [(name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments)]
         kind = modes, tuple(settings)
         # settings may be other numbers in every step
         return kind if kind in seen.kinds or len(seen.kinds) < KINDS else "one of many"
@@ -359,6 +359,11 @@ class Parallelized(ParallelModel):
                 )
             values = {name: hashed(x) for name, x in state.changed.items() if self.check_inputs}
             call.facts = {"buffers that stages changed": values}
+
+
+def _is_flag(x: Any) -> bool:
+    """Whether a stage may take other code for another value; other numbers are those of steps."""
+    return isinstance(x, (bool, str)) or (isinstance(x, int) and x in (0, 1))
 
 
 class _Seen:

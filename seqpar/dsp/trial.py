@@ -136,7 +136,7 @@ class Trial:
             return False
 
     def _outs(self, call: CallStage, arguments: Arguments) -> list[Tensor]:
-        with torch.no_grad(), _copied(self.module), saved(self.module), eager(self.module):
+        with torch.no_grad(), _copied(self.module), saved(self.module, arguments.values()), eager(self.module):
             return [x.detach().clone() for x in call(arguments)]
 
     def _rows(self, dim: str = "", way: int = EVEN) -> Arguments:

@@ -22,8 +22,8 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set u
 class SavedState:
     """A model's state besides its parameters: buffers, and attributes such as the length of a table.
 
-    Lists, sets, dicts, tensors, random generators and plain objects in attributes are restored too, and those inside
-    them, such as the counters of a library's hooks. So are these in the arguments of its forward.
+    Lists, sets, dicts, tensors of up to 64 MiB, random generators and plain objects in attributes are restored too, and
+    those inside them, such as the counters of a library's hooks. So are these in the arguments of its forward.
     """
 
     def __init__(self, model: nn.Module, arguments: Iterable[Any] = ()) -> None:
@@ -36,7 +36,7 @@ class SavedState:
         inside = [x for x in held([*own, *arguments]) if id(x) not in kept]
         self._objects = [(x, copy(x)) for x in inside if type(x) in (list, set, dict)]
         self._drawing = [(x, _state_of(x)) for x in inside if isinstance(x, GENERATORS)]
-        self._tensors = [_Kept(x) for x in inside if type(x) in (Tensor, nn.Parameter) and _is_dense(x)]
+        self._tensors = [_Kept(x) for x in inside if _can_be_kept(x)]
         self._copies: Buffers = {
             (m, name): x.clone()
             for m, several in zip(self._modules, self._buffers) for name, x in several.items() if x is not None
@@ -91,7 +91,13 @@ class _Kept:
     """The values of a tensor that is no parameter or buffer."""
 
     def __init__(self, x: Tensor) -> None:
-        self._tensor, self._version, self._values = x, self._version_of(x), x.detach().clone()
+        self._tensor, self._version = x, self._version_of(x)
+        self._values = self._distinct().clone()
+
+    def _distinct(self) -> Tensor:
+        """The elements without those that `expand` repeats."""
+        x = self._tensor.detach()
+        return x[tuple([slice(0, 1) if step == 0 else slice(None) for step in x.stride()])]
 
     @staticmethod
     def _version_of(x: Tensor) -> int:
@@ -99,22 +105,36 @@ class _Kept:
 
     def changed(self) -> bool:
         """Whether the tensor has other values now, in its former shape."""
-        x = self._tensor
-        same = self._version_of(x) == self._version >= 0
-        return not same and x.shape == self._values.shape and not torch.equal(x, self._values)
+        version = self._version_of(self._tensor)
+        if version == self._version >= 0 or (version < 0 and not torch.is_inference_mode_enabled()):
+            return False  # outside of that mode nobody can write to its tensors
+        now = self._distinct()
+        return now.shape == self._values.shape and not (torch.equal(now, self._values) or _same_bits(now, self._values))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the values back, if the tensor was written to since."""
         if self.changed():
-            self._tensor.copy_(self._values)
+            self._distinct().copy_(self._values)
             self._version = self._version_of(self._tensor)
 
 
-def _is_dense(x: Tensor) -> bool:
-    return x.layout == torch.strided and not (x.is_meta or x.is_quantized or x.is_nested)
+def _can_be_kept(x: Any) -> bool:
+    """Whether a value is a plain tensor of not too many bytes in memory of this process."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.dtype not in KEPT:
+        return False
+    if x.is_meta or x.is_nested or not x.numel():
+        return False
+    reach = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) + 1
+    memory = x.untyped_storage().nbytes()  # FSDP1 frees it and leaves views behind
+    return reach * x.itemsize <= memory and min(x.nbytes, memory) <= LARGEST
 
 
+LARGEST = 1 << 26  # bytes up to which a copy of a tensor is kept; caches and tables may be larger
+KEPT = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
 GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 OF_MODULES = nn.Module().__dict__.keys()
 # packages whose objects do not hold the state of a model

@@ -179,18 +179,26 @@ class Unspeakable:
         raise KeyError("no words")
 
 
+class Wordless(Exception):
+    """An error without a text."""
+
+    def __str__(self):
+        raise KeyError("no words")
+
+
 def untold(comm):
-    """What every rank raises if rank 1 gathers what does not pickle, then if it agrees on a fact without a `repr`."""
+    """What every rank raises if rank 1 gathers what does not pickle, or has a fact or an error without a text."""
     bad, found = comm.rank == 1, []
     for call in (
         lambda: comm.gather("lengths", (lambda: 0) if bad else 0),
         lambda: comm.gather("lengths", 0, facts={"heads": Unspeakable() if bad else 8}),
         lambda: comm.agree("attention", {"heads": Unspeakable() if bad else 8}),
+        lambda: comm.agree("attention", {"heads": 8}, Wordless() if bad else None),
     ):
         try:
             call()
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            found.append(type(error).__name__ if isinstance(error, Wordless) else f"{type(error).__name__}: {error}")
     comm.agree("afterwards", {})
     return found
 

@@ -662,7 +662,8 @@ def test_a_stage_is_tried_again_when_it_is_called_in_another_way(name: str) -> N
     assert run_threads(2, on_a_rank, timeout=20) == ["done"] * 2
 
 
-def test_a_stage_is_not_tried_at_every_step_if_a_number_differs() -> None:
+@pytest.mark.parametrize(("setting", "tried"), [(int, 3), (str, 17)])
+def test_a_stage_is_not_tried_at_every_step_if_a_setting_differs(setting: Any, tried: int) -> None:
     block = Block("second", {"x": "b t s c"}, ("s", "t"), shared=("mode",), rest=ANY)
     spec = replace(SPEC, model="SwitchedClip", blocks=(SPEC.blocks[0], block))
 
@@ -672,12 +673,12 @@ def test_a_stage_is_not_tried_at_every_step_if_a_number_differs() -> None:
         calls: list[int] = []
         model.first.linear.register_forward_hook(lambda *_: calls.append(1))
         for step in range(40):
-            model(X, mode=step)
+            model(X, mode=setting(step))
             found.append(len(calls))
             calls.clear()
         return found
 
-    assert run_threads(2, on_a_rank) == [[7] * 17 + [1] * 23] * 2
+    assert run_threads(2, on_a_rank) == [[7] * tried + [1] * (40 - tried)] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

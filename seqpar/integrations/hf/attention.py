@@ -272,10 +272,11 @@ def marked(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def give(model: PreTrainedModel, *args: Any, **named: Any) -> None:
+        asked = KEY in _asked(method, args, named) and model.config._attn_implementation != KEY
+        if asked and not model._can_set_attn_implementation():  # transformers would only log it
+            raise _unserved(model)
         method(model, *args, **named)
-        given = model.config._attn_implementation == KEY
-        # transformers only logs the first, and the class raises a KeyError for the second
-        if (not given and KEY in _asked(method, args, named)) or (given and _looks_up(model)):
+        if model.config._attn_implementation == KEY and _looks_up(model):  # the class would raise a KeyError
             raise _unserved(model)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
@@ -295,6 +296,8 @@ def _asked(method: Callable[..., None], args: Sequence[Any], named: Mapping[str,
 
 def _looks_up(model: PreTrainedModel) -> bool:
     """Whether a model's class looks its layers up by the name of their attention, and has none for `KEY`."""
+    if model._can_set_attn_implementation():
+        return False
     names = vars(sys.modules.get(type(model).__module__, object)).items()
     return any(name.endswith("ATTENTION_CLASSES") and KEY not in table for name, table in names)
 

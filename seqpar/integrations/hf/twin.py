@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.integrations.hf.attention import implementation
+from seqpar.integrations.hf.kinds import kind_of, name_of
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights
@@ -63,7 +64,7 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
         twin = _made(model)
     except Exception as error:
         raise unlike(model, where, f"a small one of its config failed: {type(error).__name__}: {error}") from error
-    if other := sorted({_name(m) for m in model.modules()} - {_name(m) for m in twin.modules()} - WRAPPERS):
+    if other := sorted({name_of(m) for m in model.modules()} - {name_of(m) for m in twin.modules()} - WRAPPERS):
         raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
     with ExitStack() as stack:
         for mixer in mixers(twin):
@@ -78,8 +79,8 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
 def unlike(model: PreTrainedModel, where: str, why: str) -> NoWeights:
     """The error for a model whose twin does not show what it does."""
     return NoWeights(
-        f"parallelize({_name(model)}): {where}, so a small model of its config is tried in its place, but {why}; load "
-        "the weights on every rank, then call parallelize"
+        f"parallelize({name_of(model)}): {where}, so a small model of its config is tried in its place, but {why}; "
+        "load the weights on every rank, then call parallelize"
     )
 
 
@@ -87,7 +88,7 @@ def _made(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     _shrink(config)
     config._attn_implementation_internal = "eager"
-    kind: Any = _kind(model)
+    kind: Any = kind_of(model)
     with _making, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         twin: PreTrainedModel = kind(config)
@@ -97,15 +98,6 @@ def _made(model: PreTrainedModel) -> PreTrainedModel:
             if p.dim() > 1:  # weights at which attention matters
                 nn.init.normal_(p, 0.0, p.shape[-1] ** -0.5)
     return twin.train(model.training)
-
-
-def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without what fully_shard makes of it."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def _name(module: nn.Module) -> str:
-    return _kind(module).__name__
 
 
 def _shrink(config: PreTrainedConfig) -> None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, dropped, making, without_seed
+from seqpar.integrations.hf.kinds import name_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
@@ -204,7 +205,7 @@ CLASSES: dict[str, Written] = {
 
 def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
     """The layers of attention of a model that are replaced, and by what."""
-    found = ((module, CLASSES.get(type(module).__name__)) for module in model.modules())
+    found = ((module, CLASSES.get(name_of(module))) for module in model.modules())
     return [(module, written) for module, written in found if written is not None and written.serves(module)]
 
 

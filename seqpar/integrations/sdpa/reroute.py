@@ -393,8 +393,11 @@ class Rerouting(TorchFunctionMode):
     @property
     def _one_has_all(self) -> bool:
         """Whether one rank has the rows of all."""
-        plan = self.plan
-        return plan.memo("one has all", lambda: max(map(plan.rows, range(plan.ranks))) == plan.mask.kv_tokens)
+        plan, sides = self.plan, ("q", "kv")
+        every = [plan.mask.tokens, plan.mask.kv_tokens]
+        return plan.memo(
+            "one has all", lambda: every in [[plan.rows(rank, side) for side in sides] for rank in range(plan.ranks)]
+        )
 
     def _plan_under(self, mask: Tensor, hinted: bool) -> Plan:
         """The plan under the mask whose rows every rank gives. A collective."""

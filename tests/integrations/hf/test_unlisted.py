@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar import Comm, LocalComm
-from seqpar.testing import run_threads
+from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import unpacked
 from tests.integrations.hf.hybrids import contiguous
@@ -130,3 +131,38 @@ def test_undo_and_local_leave_the_classes_own_attention() -> None:
             assert not torch.equal(model(**batch).logits, expected)  # pads are zeros
         assert torch.equal(model(**batch).logits, expected)
         assert all(module.__dict__.keys() == before[path].keys() for path, module in model.named_modules())
+
+
+def sharded(comm: Comm, name: str) -> float:
+    """The loss of a model whose attention or layers `fully_shard` has given classes of other names."""
+    model = model_of(name, torch.float32)
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("DecoderLayer" if name == "llama4" else "Attention"):
+            fully_shard(module)
+    fully_shard(model)
+    seqpar.parallelize(model, comm, plan=contiguous, average_over=comm.size)
+    loss = model(**batches("left", 1)[0]).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "llama4"])
+@pytest.mark.sampled(1)
+def test_layers_that_are_sharded_before_are_known_by_their_own_class(name: str) -> None:
+    expected = float(model_of(name, torch.float32)(**batches("left", 1)[0]).loss)
+    for loss in run_processes(2, sharded, name):
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_with_a_tower_of_its_own_attention_may_be_told_the_name() -> None:
+    """Where another class of the same file looks its layers up by the name of their attention."""
+    module = pytest.importorskip("transformers.models.deepseek_ocr2.modeling_deepseek_ocr2")
+    model = module.DeepseekOcr2TextModel(
+        module.DeepseekOcr2TextConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=40, moe_intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=4, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
+            topk_group=1, mlp_layer_types=["dense"],
+        )
+    )  # fmt: skip
+    model.set_attn_implementation("seqpar")
+    assert model.config._attn_implementation == "seqpar"

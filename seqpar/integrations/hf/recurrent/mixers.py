@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.integrations.hf.attention import planned
+from seqpar.integrations.hf.kinds import name_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
 from seqpar.integrations.hf.recurrent.lightning import lightning
@@ -77,7 +78,7 @@ SURROUNDING = bind(SurroundingDocuments())
 
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The mixers of a model that seqpar computes."""
-    return [module for module in model.modules() if type(module).__name__ in MIXERS]
+    return [module for module in model.modules() if name_of(module) in MIXERS]
 
 
 def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
@@ -93,7 +94,7 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
         raise ValueError(
             f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
         )
-    return MIXERS[type(mixer).__name__](mixer, hidden_states, SURROUNDING)
+    return MIXERS[name_of(mixer)](mixer, hidden_states, SURROUNDING)
 
 
 @contextmanager
