@@ -185,7 +185,7 @@ class GroupChannel(ProcessChannel):
         return self.error(f"{doing}, {what} rank {peer}")
 
     def interrupted(self, doing: str, error: RuntimeError) -> PeerError:
-        """The error for one of gloo's or NCCL's while `doing` something that waits for all ranks."""
+        """The error for one of NCCL's while `doing` something that waits for all ranks."""
         if not _timed_out(error):
             self.fail(f"{doing}: {str(error).splitlines()[0]}", grace=1.0)
         elif not self.look():

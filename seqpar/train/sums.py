@@ -8,9 +8,10 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
     rank 2   c0 c1 c2                           a2+b2+c2
 
 CUDA tensors move by NCCL's collectives (`Comm.sums`), all others by exchanges, which add in the order of ranks, from
-where a tensor lies and to where its sum comes: collectives of gloo are slower, since they take one flat tensor. On the
-CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with whole sums in their messages: a message a
-round, and as many rounds as the ranks have bits. Two ranks sum a single tensor so too, whatever its size.
+where a tensor lies and to where its sum comes. gloo's collectives take one flat tensor: several tensors would be copied
+to it and back (``bench/cpu/sums.py``). On the CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with
+whole sums in their messages: a message a round, and as many rounds as the ranks have bits. Two ranks sum a single
+tensor so too, whatever its size.
 
 Source: recursive doubling, as in Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
 MPICH (2005), section 4.4.

@@ -60,7 +60,7 @@ def test_a_registered_hybrid_is_made_parallel() -> None:
     with (
         advised(
             NotImplementedError,
-            "give the model to seqpar.parallelize, which computes those of these layers that it knows",
+            "give the model to seqpar.parallelize, which knows some such layers",
         ),
         seqpar.parallel(PLAN, LocalComm()),
     ):

@@ -506,7 +506,7 @@ def test_a_model_that_counts_a_ranks_rows_is_made_parallel(kind: str) -> None:
     with (
         advised(
             NotImplementedError,
-            "give the model to seqpar.parallelize, which computes those of these layers that it knows",
+            "give the model to seqpar.parallelize, which knows some such layers",
         ),
         seqpar.parallel(PLAN, LocalComm()),
     ):

@@ -258,9 +258,11 @@ class PeerChannel(Channel):
         with self.lock:
             self.progress()
             left = self._left()
+        if not left:
+            yield
+            return
         done = threading.Event()
-        if left:
-            threading.Thread(target=self._progress_until, args=(done,), name="seqpar comm push", daemon=True).start()
+        threading.Thread(target=self._progress_until, args=(done,), name="seqpar comm push", daemon=True).start()
         try:
             yield
         finally:

@@ -156,7 +156,7 @@ def _mask(
         return state.note(function, attention_mask)
     # a model of seqpar.parallelize has been tried, and its mixers are replaced
     if config is not None and not inside() and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
-        remedy = "; give the model to seqpar.parallelize, which computes those of these layers that it knows"
+        remedy = "; give the model to seqpar.parallelize, which knows some such layers"
         raise NotImplementedError(
             f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
             f"{remedy if mixing_layers(config) != mixing_layers(config, recurrent=True, shared=True) else ''}"

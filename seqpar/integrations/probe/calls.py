@@ -123,10 +123,9 @@ class ModelCall:
 
     def too_few_rows(self) -> str | None:
         """Why no rank can show anything, None if some can."""
-        most = max(map(self.plan.rows, range(self.plan.ranks)))
-        return (
-            None if most > 1 or self.comm.size == 1 else f"no rank has two rows of the plan's {self.plan.mask.tokens}"
-        )
+        if self.comm.size == 1 or any(self.plan.rows(rank) > 1 for rank in range(self.plan.ranks)):
+            return None
+        return f"no rank has two rows of the plan's {self.plan.mask.tokens}"
 
     def settle(self) -> None:
         """Remember a call that passed."""
