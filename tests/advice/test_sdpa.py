@@ -23,6 +23,7 @@ PLAN = Plan(MASK, Layout.zigzag([TOKENS], 2))
 ALONE = Plan(MASK, Layout.contiguous(TOKENS, 1))
 TRIANGLE = torch.ones(TOKENS, TOKENS).tril().bool()
 WHOLE = torch.randn(3, TOKENS, HEADS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+MULTIHEAD = nn.MultiheadAttention(HEADS * DIM, HEADS, dtype=torch.float64)
 
 
 def attended(x: Tensor, **given: Any) -> Tensor:
@@ -83,9 +84,8 @@ def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
 
 
 def multihead(x: Tensor, **given: Any) -> Tensor:
-    """torch's module, with weights of its own, of rows [T, E]."""
-    torch.manual_seed(2)
-    return nn.MultiheadAttention(HEADS * DIM, HEADS, dtype=torch.float64)(x, x, x, **given)[0]  # type: ignore[no-any-return]
+    """torch's module of rows [T, E], with the same weights on every thread."""
+    return MULTIHEAD(x, x, x, **given)[0]  # type: ignore[no-any-return]
 
 
 def test_a_multihead_module_is_asked_for_no_weights() -> None:
