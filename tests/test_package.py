@@ -76,7 +76,7 @@ ORDER = {
         batch step fit __init__
     """,
     "comm": """
-        entry protocol arguments header owner failure interrupt rendezvous base local nccl sums group
+        entry protocol arguments header owner failure interrupt rendezvous base local nccl sums host_pool group
         shm/comm shm
         peer/signals peer/cuda peer/memory peer/pool peer/pieces peer/channel peer/comm peer
         __init__

@@ -43,6 +43,7 @@ from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, proces
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import Monitor, RootCause
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
+from seqpar.comm.host_pool import HostPool
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
 from seqpar.comm.owner import Owner
@@ -83,6 +84,7 @@ class GroupChannel(ProcessChannel):
         # of this rank, if CUDA tensors can be sent
         uses_nccl = self.backends.get("cuda") == "nccl" and torch.cuda.is_available()
         self.gpu = gpu_of(group) if uses_nccl else None
+        self.host_pool = HostPool()
         self.orphans: list[object] = []  # buffers that the twin may still write to after a failure
         c10d: Any = dist.distributed_c10d
         store = group.get_group_store()
@@ -425,6 +427,12 @@ class GroupComm(ProcessComm[GroupChannel]):
         if "cpu" in types:
             return _GlooWork(channel, self._scope_id, tag, sends, recvs, self.stats)
         return self._post_cuda(sends, recvs, tag)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
+        """Uninitialised memory of this process; on the CPU memory of earlier verbs, unless it is kept."""
+        if kept or torch.device(device).type != "cpu":
+            return super().empty(shape, dtype, device)
+        return self._channel.host_pool.empty(shape, dtype)
 
     def sums(self, like: Tensor) -> Collectives | None:
         """Sums of CUDA tensors by NCCL over all ranks of the group: see `Comm.sums`."""

@@ -39,8 +39,8 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     gets the sum; without a gradient on any rank it gets none. fp16 and bf16 gradients are summed in fp32; the same
     gradients in the same buckets give the same bits. bucket_bytes: bytes of gradients that are summed at a time; on the
     CPU a bucket of extra memory is used, on CUDA two, and four for 16 bits. Each rank sends ``2 (n - 1) / n`` of the
-    gradients' bytes on n ranks, except that few bytes go by pairs on the CPU, up to 1 MiB from a rank, and that 16 bits
-    are reduced as 32 on CUDA, on the CPU up to 1 MiB. After a `PeerError` some gradients may be sums and others not.
+    gradients' bytes on n ranks, except that few bytes go by pairs on the CPU, up to 2 MiB from a rank, and that 16 bits
+    are reduced as 32 on CUDA, on the CPU up to 2 MiB. After a `PeerError` some gradients may be sums and others not.
 
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
     that is then summed again without an optimizer step between.

@@ -35,7 +35,8 @@ from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, dig
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
 
-FEW = 1 << 20  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
+FEW = 1 << 21  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
+BOTH = 1 << 23  # bytes of tensors up to which each of two ranks sends all of them and sums all of them: one round
 JOINED = 1 << 18  # bytes of a tensor below which it is joined with others: messages cost more than a copy
 BLOCK = 1 << 15  # elements that are widened at a time: a cache holds them, and no memory is new
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -255,10 +256,13 @@ def _by_pieces(
 
     out: as long as the tensor, and then to a multiple of the ranks. veto, and the result: as in `sum_in_place`.
     """
-    pieces = _pieces(tensors, comm.size)
+    both = comm.size == 2 and out is None and sum([x.nbytes for x in tensors]) <= BOTH
+    pieces = [list(tensors)] * comm.size if both else _pieces(tensors, comm.size)
     places = pieces if out is None else _pieces([out[: len(tensors[0])]], comm.size)
     if not _sum_own(pieces, comm, tag, out, places[comm.rank], veto):
         return False
+    if both:
+        return True
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     sends, recvs = {peer: places[comm.rank] for peer in peers}, {peer: places[peer] for peer in peers}
     comm.exchange(sends, recvs, tag=tag._replace(stage=tag.stage + 1)).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 import weakref
@@ -97,9 +98,9 @@ MANY, FEW = {"FEW": 0, "JOINED": 40}, {"FEW": 1 << 20}
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_many_gradients_are_summed_where_they_lie(ranks: int, direct: bool) -> None:
-    with mock.patch.multiple(summing, **MANY):
+@pytest.mark.parametrize(("ranks", "both"), [(2, 0), (2, 1 << 20), (3, 0), (4, 0)])
+def test_many_gradients_are_summed_where_they_lie(ranks: int, both: int, direct: bool) -> None:
+    with mock.patch.multiple(summing, **MANY, BOTH=both):
         for bucket_bytes in (300, 1 << 26):
             check_synced(run_threads(ranks, synced, bucket_bytes, direct=direct))
 
@@ -137,7 +138,7 @@ def placed_differently(comm: Comm) -> list[bool]:
     expected = [
         sum(torch.arange(120.0).view(4, 30) + rank for rank in ranks if index or rank != 1) for index in range(4)
     ]
-    expected[1] = expected[1] + 2
+    expected[1] = expected[1] + min(comm.size, 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saving.backward()
     kept = [p.grad is grad for p, grad in zip(several, given)]
@@ -149,8 +150,8 @@ def placed_differently(comm: Comm) -> list[bool]:
 @pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many", "few"])
 def test_gradients_that_lie_differently_on_ranks_are_summed(sizes: dict[str, int]) -> None:
     with mock.patch.multiple(summing, **sizes):
-        for direct in (True, False):
-            for found in run_threads(3, placed_differently, direct=direct):
+        for ranks, direct in itertools.product((2, 3), (True, False)):
+            for found in run_threads(ranks, placed_differently, direct=direct):
                 assert all(found), found
 
 
@@ -496,7 +497,7 @@ def of_views(comm: Comm, count: int) -> list[bool]:
     found = [all_sum(x, comm) for x in views]
     right = [torch.stack(several).sum(0) for several in zip(*by_rank)]
     alike = [torch.equal(x, before) for x, before in zip(views, by_rank[comm.rank])]
-    return [*alike, *(torch.allclose(y, x) and y.shape == x.shape for x, y in zip(right, found))]
+    return [*alike, *(torch.allclose(y, x, atol=1e-6) and y.shape == x.shape for x, y in zip(right, found))]
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (2, 400_000), (3, 8), (3, 400_000)])
