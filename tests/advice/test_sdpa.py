@@ -248,6 +248,28 @@ def test_nested_tensors_are_given_as_rows_back_to_back() -> None:
     assert torch.allclose(out[0].transpose(0, 1), expected(Mask([3, 5])))
 
 
+def test_whole_memory_of_cross_attention_as_long_as_a_shard_is_named_and_stays_on_its_rank() -> None:
+    memory = torch.randn(2, HEADS, TOKENS // 2, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    full = PLAN.with_mask(Mask([TOKENS], causal=False))
+
+    def layer(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(attended(x).transpose(0, 1), *memory).transpose(0, 1)
+
+    def on(local: Callable[[Tensor, Tensor], bool] | None) -> Tensor:
+        def rank(comm: Comm) -> Tensor:
+            rows = seqpar.shard(WHOLE, full, comm.rank, dim=1)
+            for _ in range(2):  # ranks ask in the first block alone
+                with seqpar.sdpa(full, comm, local=local):
+                    out = layer(rows)
+            return seqpar.unshard(out, full, comm)
+
+        return run_threads(2, rank)[0]  # type: ignore[no-any-return]
+
+    with advised(UserWarning, "name such calls by local=, or give each rank its shard"):
+        on(None)
+    assert torch.allclose(on(lambda query, key: key.data_ptr() == memory.data_ptr()), layer(WHOLE))
+
+
 def test_a_mask_with_a_gradient_is_detached() -> None:
     mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~TRIANGLE, -torch.inf).requires_grad_()
     with advised(NotImplementedError, "detach it"), seqpar.sdpa(ALONE, LocalComm()):

@@ -34,7 +34,7 @@ from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
+from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
@@ -337,10 +337,34 @@ class Rerouting(TorchFunctionMode):
         if self.tries:
             self._notice()
         q, k, v = map(_dense, (q, k, v))
-        return attention(
+        out = attention(
             q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed,
             accuracy=self.numerics.accuracy, deterministic=self.numerics.deterministic,
         )  # fmt: skip
+        if not self.again:
+            self._compare_keys(k)
+        return out
+
+    @uncompiled
+    def _compare_keys(self, k: Tensor) -> None:
+        """Warn if all ranks have the same keys, perhaps whole ones. A collective of the first such call of a block."""
+        rows = {self.plan.rows(rank, "kv") for rank in range(self.plan.ranks)}
+        if self.comm.size == 1 or len(rows) > 1 or not all(rows):
+            return
+        key = hash(("keys of sdpa", self.calls, k.shape, k.dtype))
+        if key in self.comm.agreed:
+            return
+        some = k.detach()[:: -(-len(k) // 32), 0, :16].cpu().double()
+        # rows that are all alike, as of zeros, do not tell
+        told = None if bool((some == some[:1]).all()) else some.numpy().tobytes()
+        found = self.comm.gather("sdpa: keys", told)
+        remember(self.comm, key)
+        if told is not None and all(other == told for other in found):
+            warnings.warn(
+                f"sdpa: all ranks give the same {len(k)} keys, as the whole memory of cross attention would be, and "
+                "they count as shards; name such calls by local=, or give each rank its shard",
+                stacklevel=2,
+            )
 
     def _notice(self) -> None:
         """Record the call of a module that attends inside this block, to try it when the block ends."""
