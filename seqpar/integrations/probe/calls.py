@@ -121,11 +121,13 @@ class ModelCall:
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
         return rows[self.comm.rank] < 2 <= max(rows)
 
-    def too_few_rows(self) -> str | None:
-        """Why no rank can show anything, None if some can."""
+    def untried(self, verdict: Verdict) -> str | None:
+        """Why the trial shows nothing, None if it shows something."""
+        if verdict.error:
+            return f"trying it with its rows in another order failed: {verdict.error}"
         if self.comm.size == 1 or any(self.plan.rows(rank) > 1 for rank in range(self.plan.ranks)):
             return None
-        return f"no rank has two rows of the plan's {self.plan.mask.tokens}"
+        return f"a trial changes the order of a rank's rows, and no rank has two of the plan's {self.plan.mask.tokens}"
 
     def settle(self) -> None:
         """Remember a call that passed."""

@@ -87,10 +87,10 @@ class _Forward:
                 "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
             )
         plan = self._surrounding() if self.plan is None else self.plan
-        error = None
+        why = None
         if not under_trial():
             self._compare(model)
-            error = self._try(model, forward, plan, args, kwargs)
+            why = self._try(model, forward, plan, args, kwargs)
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
         with Rerouting(plan, self.comm, self.local, seed, self.numerics, tries=False):
@@ -100,8 +100,8 @@ class _Forward:
                 if type(failure) is RuntimeError:  # torch's, as of shapes that do not fit
                     self._blame_whole(model, plan, args, kwargs, failure)
                 raise
-        if error is not None:
-            warn_untried(model, error)
+        if why is not None:
+            warn_untried(model, why)
         return out
 
     @uncompiled
@@ -131,7 +131,7 @@ class _Forward:
                 raise call.refusal(verdict.reason)
         if (verdict.saw or call.left_to_others()) and not verdict.error:
             call.settle()
-        return verdict.error or call.too_few_rows()
+        return call.untried(verdict)
 
     def _blame_whole(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, failure: Exception) -> None:
         """Raise ValueError if a failed forward got the tokens of all ranks where this rank's rows belong."""

@@ -382,8 +382,8 @@ class Rerouting(TorchFunctionMode):
         verdict = call.of_all(verdict)
         if verdict.reason:
             raise call.refusal(verdict.reason)
-        if error := verdict.error or call.too_few_rows():
-            warn_untried(call.model, error)
+        if why := call.untried(verdict):
+            warn_untried(call.model, why)
         elif verdict.saw:
             call.settle()
 
@@ -477,11 +477,10 @@ def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
     return NotImplementedError(f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}")
 
 
-def warn_untried(model: nn.Module, error: str) -> None:
-    """Warn about a model whose trial failed."""
+def warn_untried(model: nn.Module, why: str) -> None:
+    """Warn about a model whose trials show nothing."""
     warnings.warn(
-        f"it is not known whether {type(model).__name__} mixes rows outside its attention, as trying it with its rows "
-        f"in another order failed: {error}",
+        f"it is not known whether {type(model).__name__} mixes rows outside its attention: {why}",
         stacklevel=3,
     )
 

@@ -295,7 +295,7 @@ def test_ranks_of_one_row_each_are_warned_that_nothing_was_tried(way: str) -> No
             with seqpar.sdpa(plan, comm):
                 own(rows, rows)
 
-    with pytest.warns(UserWarning, match="no rank has two rows of the plan's 2"):
+    with pytest.warns(UserWarning, match="no rank has two of the plan's 2"):
         run_threads(2, rank)
 
 
