@@ -105,9 +105,113 @@ def ltx(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, 
     }  # fmt: skip
 
 
+def video_of(samples: int, channels: int = 4) -> Tensor:
+    f, h, w = VIDEO
+    return random(samples, channels, f, 2 * h, 2 * w, seed=1)
+
+
+def chrono(text: int = TEXT, samples: int = SAMPLES, image: int = 3) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.ChronoEditTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32, image_dim=8,
+        added_kv_proj_dim=24,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": video_of(samples), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, 512, 8, seed=2),
+        "encoder_hidden_states_image": random(samples, image, 8, seed=5),
+    }  # fmt: skip
+
+
+def vace(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.WanVACETransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=8, ffn_dim=16, num_layers=3, cross_attn_norm=True, rope_max_seq_len=32, vace_layers=[0, 2],
+        vace_in_channels=6,
+    )  # fmt: skip
+    f, h, w = VIDEO
+    return model, {
+        "hidden_states": video_of(samples), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "control_hidden_states": random(samples, 6, f, 2 * h, 2 * w, seed=6),
+        "control_hidden_states_scale": torch.tensor([0.5, 2.0]).double(),
+    }  # fmt: skip
+
+
+def ovis(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.OvisImageTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
+        joint_attention_dim=8, axes_dims_rope=(4, 4, 4),
+    )  # fmt: skip
+    return model, _image_and_text(text, samples)
+
+
+def longcat(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.LongCatImageTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
+        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(4, 4, 4),
+    )  # fmt: skip
+    return model, _image_and_text(text, samples)
+
+
+def _image_and_text(text: int, samples: int) -> dict[str, Any]:
+    return {
+        "hidden_states": random(samples, 15, 4, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "timestep": torch.linspace(0.3, 0.7, samples).double(), "img_ids": ids(*GRID, 3),
+        "txt_ids": torch.zeros(text, 3).double(),
+    }  # fmt: skip
+
+
+def cogvideox(text: int = TEXT, samples: int = SAMPLES, rotary: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """CogVideoX-5B, which turns keys, or CogVideoX-2B, which adds positions to text and patches."""
+    f, h, w = VIDEO
+    model = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=8,
+        num_layers=2, sample_width=2 * w, sample_height=2 * h, sample_frames=4 * f - 3, patch_size=2,
+        max_text_seq_length=text, use_rotary_positional_embeddings=rotary,
+    )  # fmt: skip
+    angles = random(f * h * w, 16, seed=7)
+    return model, {
+        "hidden_states": video_of(samples).transpose(1, 2), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "timestep": random(samples, seed=4).abs() * 500,
+        "image_rotary_emb": (angles.cos(), angles.sin()) if rotary else None,
+    }  # fmt: skip
+
+
+def hunyuan(text: int = TEXT, samples: int = SAMPLES, masked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, patch_size=2, patch_size_t=1, text_embed_dim=8, pooled_projection_dim=8,
+        rope_axes_dim=(4, 4, 4),
+    )  # fmt: skip
+    valid = torch.ones(samples, text, dtype=torch.long)
+    if masked:
+        valid[0, -2:] = 0
+    return model, {
+        "hidden_states": video_of(samples), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "encoder_attention_mask": valid, "pooled_projections": random(samples, 8, seed=3),
+        "timestep": random(samples, seed=4).abs() * 500, "guidance": torch.full((samples,), 3.5).double(),
+    }  # fmt: skip
+
+
+def sd3(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2,
+        joint_attention_dim=8, caption_projection_dim=24, pooled_projection_dim=8, out_channels=4, pos_embed_max_size=8,
+        qk_norm="rms_norm",
+    )  # fmt: skip
+    return model, {
+        "hidden_states": random(samples, 4, 6, 10, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "pooled_projections": random(samples, 8, seed=3), "timestep": random(samples, seed=4).abs() * 500,
+    }  # fmt: skip
+
+
 MODELS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux, "flux2": flux2, "qwen": qwen, "qwen masked": partial(qwen, masked=True), "wan": wan,
-    "wan tokenwise": partial(wan, tokenwise=True), "wan image": partial(wan, image=3), "ltx": ltx,
+    "wan tokenwise": partial(wan, tokenwise=True), "wan image": partial(wan, image=3), "ltx": ltx, "vace": vace,
+    "chrono": chrono, "ovis": ovis, "longcat": longcat, "cogvideox": cogvideox,
+    "cogvideox 2b": partial(cogvideox, rotary=False), "hunyuan": hunyuan, "sd3": sd3,
+    "hunyuan masked": partial(hunyuan, masked=True),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +29,6 @@ from tests.integrations.diffusers_models import (
     ids,
     loss_of,
     made,
-    qwen,
     random,
     transformer_flux,
 )
@@ -113,6 +113,8 @@ def test_they_are_in_float32_too(name: str) -> None:
         ("flux", 1, 1, partial(Plan, ulysses=3)), ("flux", 2, 2, partial(Plan, transport="ring")),
         ("flux2", 2, 2, Plan), ("qwen", 1, 1, partial(Plan, transport="ring")), ("qwen masked", 2, 2, Plan),
         ("wan", 1, 1, partial(Plan, ulysses=3)), ("ltx", 2, 2, partial(Plan, transport="ring")),
+        ("hunyuan masked", 4, 2, partial(Plan, transport="ring")), ("hunyuan", 1, 1, Plan), ("sd3", 2, 2, Plan),
+        ("cogvideox", 1, 2, Plan), ("cogvideox 2b", 2, 1, Plan),
     ],
     ids=str,
 )  # fmt: skip
@@ -209,6 +211,7 @@ def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int]) -> None:
     [
         *(("flux", reentrant, where) for reentrant in (True, False) for where in ("here", "thread", "another plan")),
         ("qwen masked", False, "thread"), ("wan", False, "another plan"), ("ltx", True, "here"),
+        ("hunyuan masked", False, "thread"), ("cogvideox", True, "another plan"), ("sd3", False, "here"),
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)
@@ -409,12 +412,18 @@ def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
     with pytest.raises((NotImplementedError, ValueError), match="enable_cache"):
         parallelize(model, LocalComm()).model(**inputs)
-    layered = diffusers.QwenImageTransformer2DModel(
-        num_layers=1, attention_head_dim=16, num_attention_heads=1, joint_attention_dim=8, axes_dims_rope=(4, 6, 6),
-        zero_cond_t=True,
-    )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="zero_cond_t"):
-        parallelize(layered, LocalComm()).model(**qwen()[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [("qwen", "zero_cond_t", True), ("hunyuan", "image_condition_type", "token_replace"),
+     ("sd3", "dual_attention_layers", (0,))],
+)  # fmt: skip
+def test_a_setting_of_the_model_that_is_not_supported_raises_by_name(name: str, setting: str, value: object) -> None:
+    model, inputs = made(name)
+    model.register_to_config(**{setting: value})  # type: ignore[operator]
+    with pytest.raises(NotImplementedError, match=f"{type(model).__name__} with {setting}={re.escape(repr(value))}"):
+        parallelize(model, LocalComm()).model(**inputs)
 
 
 @pytest.mark.parametrize("what", ["noise", "scalar", "missing", "weights"])

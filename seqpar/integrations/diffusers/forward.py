@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +14,21 @@ from seqpar.integrations.sdpa.reroute import Rerouting
 
 
 class SharedForward(Rerouting):
-    """A forward in progress, or a checkpoint's recomputation of it."""
+    """A forward in progress, or a checkpoint's recomputation of it.
 
-    def __init__(self, sharing: Sharing, sizes: TokenCounts, *, again: bool = False) -> None:
+    whole: the arguments of the forward. masked: whether the model makes a mask of its rows, which the plan replaces.
+    """
+
+    def __init__(
+        self, sharing: Sharing, sizes: TokenCounts, *, whole: Mapping[str, Any] = MappingProxyType({}),
+        masked: bool = False, again: bool = False,
+    ) -> None:  # fmt: skip
         joint, self.image_plan = sharing.plans_of(sizes)
         # its recipe knows the model: no trial
         super().__init__(
             joint, sharing.comm, lambda query, key: self.cross > 0, None, sharing.numerics, again=again, tries=False
         )
-        self.sharing, self.sizes, self.cross = sharing, sizes, 0
+        self.sharing, self.sizes, self.whole, self.masked, self.cross = sharing, sizes, whole, masked, 0
 
     def __enter__(self) -> SharedForward:
         super().__enter__()
@@ -33,7 +40,7 @@ class SharedForward(Rerouting):
         super().__exit__(kind, error, trace)
 
     def _again(self, first: int) -> Callable[[], SharedForward]:
-        return lambda: SharedForward(self.sharing, self.sizes, again=True)
+        return lambda: SharedForward(self.sharing, self.sizes, whole=self.whole, masked=self.masked, again=True)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -50,11 +57,11 @@ class SharedForward(Rerouting):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
     ) -> Tensor:
         with self._refusals():
-            if attn_mask is not None:
+            if attn_mask is not None and not self.masked:
                 raise NotImplementedError(
                     f"diffusers: attention was given a mask of its own, {list(attn_mask.shape)}; leave it out"
                 )
-        return super()._scaled_dot_product(query, key, value, attn_mask, *rest, **named)
+        return super()._scaled_dot_product(query, key, value, None, *rest, **named)
 
     def _check_meaning(self, is_causal: bool) -> None:
         if is_causal:

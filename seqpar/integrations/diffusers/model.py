@@ -62,11 +62,11 @@ def parallelize(
     check_alone(model)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics)))
+    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics, recipe.text_first)))
     for name, function in recipe.modules.items():
         handle.put_around(model.get_submodule(name), function)
     for name, module in attentions(model):
-        handle.put_around(module, _cross if name.split(".")[-1] in recipe.cross else _joint)
+        handle.put_around(module, _cross if {*name.split(".")} & {*recipe.cross} else _joint)
     handle.put_around(model.get_submodule("proj_out"), _gathering)
     return handle
 
@@ -85,7 +85,7 @@ def _forward(
 ) -> Any:
     """The model's forward: compare all ranks' inputs, share them out, run."""
     arguments, sizes = _compared(recipe, sharing, model, args, arguments)
-    with SharedForward(sharing, sizes) as run:
+    with SharedForward(sharing, sizes, whole=dict(arguments), masked=recipe.masks) as run:
         for name, (dim, stream) in recipe.shared.items():
             if arguments.get(name) is not None:
                 arguments[name] = run.rows(arguments[name], dim, stream)
@@ -108,8 +108,10 @@ def _compared(
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
         if not sharing.plans:
             facts.own["weights"] = weights_of(model)
-        valid = arguments.pop(recipe.mask, None) if recipe.mask else None
+        valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
+        if recipe.mask and not recipe.masks:
+            arguments.pop(recipe.mask, None)
     _same_on_all(facts.every)
     sharing.plans_of(sizes)
     return arguments, sizes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from seqpar.integrations.diffusers.forward import SharedForward, current
@@ -44,8 +45,10 @@ class ModelRecipe:
 
     processors: of its attention, by class. shared: argument -> (dim of the tokens, their stream). whole: other
     arguments. mask: the argument with the valid text. text: the argument whose tokens take part in joint attention, if
-    any. cross: names of the attention modules over the whole text. modules: wrappers for other modules. count: the
-    tokens of an image. change: adjusts arguments that depend on the forward.
+    any. cross: names of modules whose attention is over the whole text alone. modules: wrappers for other modules.
+    count: the tokens of an image. change: adjusts arguments that depend on the forward. text_first: whether text comes
+    before the image in joint attention. masks: whether the model counts the valid text, which comes first, and makes a
+    mask of its own. settings: values of the model's config that are supported.
     """
 
     processors: tuple[str, ...]
@@ -57,6 +60,9 @@ class ModelRecipe:
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     count: Callable[[nn.Module, Tensor], int] = lambda model, x: x.shape[1]
     change: Callable[[SharedForward, dict[str, Any]], dict[str, Any]] = _unchanged
+    text_first: bool = True
+    masks: bool = False
+    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Raise NotImplementedError for arguments and settings that cannot be shared."""
@@ -79,8 +85,11 @@ class ModelRecipe:
             raise NotImplementedError(
                 f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
             )
-        if getattr(model, "zero_cond_t", False):
-            raise NotImplementedError("diffusers: zero_cond_t modulates tokens one by one, which is not supported")
+        for name, supported in self.settings.items():
+            if (value := model.config[name]) not in supported:  # type: ignore[index]
+                raise NotImplementedError(
+                    f"diffusers: {type(model).__name__} with {name}={value!r:.200}, expected one of {supported}"
+                )
 
     def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
         """The tokens of a call.
@@ -102,6 +111,8 @@ class ModelRecipe:
             if tuple(valid.shape) != (x.shape[0], text):
                 raise ValueError(f"diffusers: {self.mask} {list(valid.shape)}, expected {[x.shape[0], text]}")
             array = valid.detach().bool().cpu().numpy()
+            if self.masks:
+                array = np.arange(text) < valid.detach().sum(1, keepdim=True, dtype=torch.int).cpu().numpy()
             seen = None if array.all() else array.tobytes()
         return TokenCounts(x.shape[0], text, self.count(model, x), seen)
 
@@ -109,6 +120,20 @@ class ModelRecipe:
 def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     run = current()
     return tuple(run.rows(x, dim) for x in forward(*args, **kwargs))
+
+
+def _sharing_rows(
+    stream: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Tensor:  # fmt: skip
+    return current().rows(forward(*args, **kwargs), 1, stream)
+
+
+def _sharing_text_and_patches(module: nn.Module, forward: Callable[..., Any], text: Tensor, x: Tensor) -> Tensor:
+    """This rank's rows of text and of patches, which the module joins; it numbers both, so it gets the whole text."""
+    run = current()
+    whole = forward(run.whole["encoder_hidden_states"], x)
+    text, image = whole.split([run.sizes.text, whole.shape[1] - run.sizes.text], 1)
+    return torch.cat([run.rows(text, 1, "text"), run.rows(image, 1)], 1)
 
 
 def _sharing_patches(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Tensor:
@@ -128,9 +153,25 @@ def _timesteps(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"timestep": run.rows(timestep, 1)} if timestep.dim() == 2 and timestep.shape[1] != 1 else {}
 
 
+def _rotary(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The angles of this rank's rows, cosines and sines."""
+    angles = arguments.get("image_rotary_emb")
+    return {} if angles is None else {"image_rotary_emb": tuple(run.rows(x, 0) for x in angles)}
+
+
 def _patches(model: nn.Module, x: Tensor) -> int:
-    counts = [n // p for n, p in zip(x.shape[2:], model.config.patch_size, strict=True)]  # type: ignore[union-attr]
-    return int(np.prod(counts))
+    """The tokens of x [B, C, (frames,) height, width]."""
+    config: Any = model.config
+    patch = config.patch_size
+    if isinstance(patch, int):
+        patch = getattr(config, "patch_size_t", None) or 1, patch, patch
+    sizes = x.shape[2:]
+    return int(np.prod([n // p for n, p in zip(sizes, patch[-len(sizes) :], strict=True)]))
+
+
+def _patches_of_frames(model: nn.Module, x: Tensor) -> int:
+    """The tokens of x [B, frames, C, height, width]."""
+    return _patches(model, x.transpose(1, 2))
 
 
 def _backend(processor: Any) -> str | None:
@@ -147,11 +188,26 @@ BACKENDS = (None, "native", "_native_cudnn", "_native_efficient", "_native_flash
 
 _TEXT_AND_IMAGE = {"hidden_states": (1, "image"), "encoder_hidden_states": (1, "text")}
 _IDS = {"img_ids": (-2, "image"), "txt_ids": (-2, "text")}
+_TEXT_AND_PATCHES = {"encoder_hidden_states": (1, "text")}
+
+_WAN = ModelRecipe(
+    processors=("WanAttnProcessor",), shared={}, cross=("attn2",), count=_patches, change=_timesteps,
+    modules={"rope": partial(_sharing_tuple, 1), "patch_embedding": _sharing_patches},
+    whole=("timestep", "encoder_hidden_states", "encoder_hidden_states_image", "attention_kwargs"),
+)  # fmt: skip
 
 RECIPES = {
     "FluxTransformer2DModel": ModelRecipe(
         processors=("FluxAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
         whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),
+    ),
+    "LongCatImageTransformer2DModel": ModelRecipe(
+        processors=("LongCatImageAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
+        whole=("timestep", "guidance"),
+    ),
+    "OvisImageTransformer2DModel": ModelRecipe(
+        processors=("OvisImageAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
+        whole=("timestep", "joint_attention_kwargs"),
     ),
     "Flux2Transformer2DModel": ModelRecipe(
         processors=("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"), shared=_TEXT_AND_IMAGE | _IDS,
@@ -159,13 +215,37 @@ RECIPES = {
     ),
     "QwenImageTransformer2DModel": ModelRecipe(
         processors=("QwenDoubleStreamAttnProcessor2_0",), shared=_TEXT_AND_IMAGE, text="encoder_hidden_states",
-        mask="encoder_hidden_states_mask", modules={"pos_embed": _sharing_rope},
+        mask="encoder_hidden_states_mask", modules={"pos_embed": _sharing_rope}, settings={"zero_cond_t": (False,)},
         whole=("timestep", "img_shapes", "guidance", "attention_kwargs", "additional_t_cond"),
     ),
-    "WanTransformer3DModel": ModelRecipe(
-        processors=("WanAttnProcessor",), shared={}, cross=("attn2",), count=_patches, change=_timesteps,
-        modules={"rope": partial(_sharing_tuple, 1), "patch_embedding": _sharing_patches},
-        whole=("timestep", "encoder_hidden_states", "encoder_hidden_states_image", "attention_kwargs"),
+    "WanTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": replace(
+        _WAN, modules={**_WAN.modules, "vace_patch_embedding": _sharing_patches},
+        whole=(*_WAN.whole, "control_hidden_states", "control_hidden_states_scale"),
+    ),
+    "ChronoEditTransformer3DModel": _WAN,
+    "CogVideoXTransformer3DModel": ModelRecipe(
+        processors=("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"), shared=_TEXT_AND_PATCHES,
+        text="encoder_hidden_states", count=_patches_of_frames, change=_rotary,
+        modules={"patch_embed": _sharing_text_and_patches},
+        whole=("timestep", "timestep_cond", "ofs", "image_rotary_emb", "attention_kwargs"),
+    ),
+    "HunyuanVideoTransformer3DModel": ModelRecipe(
+        processors=("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0"), shared={}, text="encoder_hidden_states",
+        cross=("context_embedder",), mask="encoder_attention_mask", masks=True, text_first=False, count=_patches,
+        modules={
+            "rope": partial(_sharing_tuple, 0), "x_embedder": partial(_sharing_rows, "image"),
+            "context_embedder": partial(_sharing_rows, "text"),
+        },
+        whole=("timestep", "encoder_hidden_states", "pooled_projections", "guidance", "attention_kwargs"),
+        settings={"image_condition_type": (None, "latent_concat")},
+    ),
+    "SD3Transformer2DModel": ModelRecipe(
+        processors=("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"), shared=_TEXT_AND_PATCHES,
+        text="encoder_hidden_states", text_first=False, count=_patches,
+        modules={"pos_embed": partial(_sharing_rows, "image")},
+        whole=("timestep", "pooled_projections", "joint_attention_kwargs", "skip_layers"),
+        settings={"dual_attention_layers": ((), [])},
     ),
     "LTXVideoTransformer3DModel": ModelRecipe(
         processors=("LTXVideoAttnProcessor",), shared={"hidden_states": (1, "image")}, cross=("attn2",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from seqpar.facts.mask import Mask
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
 
+T = TypeVar("T")
 MakePlan = Callable[[Mask, Layout], Plan]
 
 
@@ -30,11 +32,15 @@ class TokenCounts:
 
 @dataclass
 class Sharing:
-    """How a model's tokens are shared among ranks, with the plans of the latest sizes. numerics: of attention."""
+    """How a model's tokens are shared among ranks, with the plans of the latest sizes.
+
+    numerics: of attention. text_first: whether text comes before the image in joint attention.
+    """
 
     comm: Comm
     make: MakePlan
     numerics: Numerics
+    text_first: bool = True
     plans: dict[TokenCounts, tuple[Plan, Plan]] = field(default_factory=dict)
 
     def plans_of(self, sizes: TokenCounts) -> tuple[Plan, Plan]:
@@ -53,11 +59,15 @@ class Sharing:
 
     def kept(self, s: TokenCounts) -> Tensor | None:
         """The rows of joint attention that are tokens, as a mask; None if all are."""
-        counts = [(len(self.part(n, self.comm.rank)), n) for n in (s.text, s.image)]
+        counts = self._ordered([(len(self.part(n, self.comm.rank)), n) for n in (s.text, s.image)])
         if all(own or not n for own, n in counts):
             return None
         flags = [flag for own, n in counts for flag in ([True] * own or [False] * bool(n))]
         return torch.tensor(flags * s.samples, device="cpu")
+
+    def _ordered(self, both: list[T]) -> list[T]:
+        """What belongs to text and what belongs to the image, in the order of joint attention."""
+        return both if self.text_first else both[::-1]
 
     def _joint(self, s: TokenCounts) -> tuple[Mask, Layout]:
         length = s.text + s.image
@@ -70,7 +80,7 @@ class Sharing:
         text = start + np.where(valid, valid.cumsum(1) - 1, seen + s.image + (~valid).cumsum(1) - 1)
         image = start + seen + np.arange(s.image)
         ranks = range(self.comm.size)
-        parts = [(text[:, self.part(s.text, r)], image[:, self.part(s.image, r)]) for r in ranks]
+        parts = [self._ordered([text[:, self.part(s.text, r)], image[:, self.part(s.image, r)]]) for r in ranks]
         layout = Layout([np.concatenate(both, axis=1).ravel() for both in parts])
         if valid.all():
             return Mask([length] * s.samples, causal=False), layout
