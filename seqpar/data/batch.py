@@ -23,7 +23,7 @@ from seqpar.data.documents import (
     starts_of,
 )
 from seqpar.data.host import moved, placed, read_entries
-from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, STARTS, TOKENS, Home, PackedRows, flat
+from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, READ, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, whole
 from seqpar.ops.core.collective_op import check_dense
@@ -101,7 +101,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     whole("ignore_index", how.ignore_index, -(1 << 63))
     if depth and batch is not None and PARENTS in batch:
         raise NotImplementedError(f"mtp_depth={depth}: a token of a tree has several next ones; give mtp_depth=0")
-    if meant := sorted({*how.keep} & {*TOKENS, *STARTS, *LONGEST, MASK, PARENTS, POSITIONS}):
+    if meant := sorted(READ & {*how.keep}):
         raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are not rows")
     if batch is None:
         return Packed(NONE, {}, None, np.zeros((0, 1 + depth), np.int64), Home((0,)), {})

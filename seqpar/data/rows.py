@@ -21,6 +21,7 @@ LONGEST = ("max_seqlen", "max_length_q", "max_length_k")
 PARENTS = "parents"
 POSITIONS = "position_ids"
 MASK = "attention_mask"
+READ = {*TOKENS, *STARTS, *LONGEST, MASK, PARENTS, POSITIONS}  # what a batch is read by
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -99,10 +100,10 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     if name == POSITIONS and isinstance(value, Tensor) and value.shape == (1, *shape[1:]):
         value = value.expand(shape)
     if not isinstance(value, Tensor) or tuple(value.shape[: len(shape)]) != shape:
-        raise ValueError(
-            f"{name} must be a tensor whose first dims are {list(shape)}, as rows move, got {shown(value)}; "
-            f"give such rows, or keep=({name!r},) to hand it on as it is"
-        )
+        found = f"{name} must be a tensor whose first dims are {list(shape)}, as rows move, got {shown(value)}"
+        if name in (*READ, *LABELS):
+            raise ValueError(found)
+        raise ValueError(f"{found}; give such rows, or keep=({name!r},) to hand it on as it is")
     return value.flatten(0, len(shape) - 1)
 
 

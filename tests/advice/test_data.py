@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -97,6 +98,9 @@ def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
     assert torch.equal(s.others["weight"], torch.ones(2))
     rows = share({"input_ids": IDS, "weight": torch.ones(2, 6)}, LocalComm(), plan=ring).tensors["weight"]
     assert torch.equal(rows, torch.ones(12))
+    # what a batch is read by cannot be kept
+    with pytest.raises(ValueError, match=r"attention_mask must be a tensor whose first dims are \[2, 6\].*\[1, 6\]$"):
+        shared({"input_ids": IDS, "attention_mask": torch.ones(1, 6)})
 
 
 def test_a_mask_of_four_dims_becomes_documents_and_a_window_of_the_plan() -> None:

@@ -97,6 +97,7 @@ FACTS = (
     (lambda: Mask([3, 0, 2]), "lengths must be positive, got 0 for document 1"),
     (lambda: Mask([3, -2]), "lengths must be positive, got -2 for document 1"),
     (lambda: Mask([3.5]), "lengths must be .* integers"),
+    (lambda: Mask(torch.tensor([5.0, 3.0]).bfloat16()), "lengths must be .* integers"),
     (lambda: Mask([3, 2], kv_lengths=[3]), "2 documents and kv_lengths 1"),
     (lambda: Mask([3], kv_lengths=[0]), "kv_lengths must be positive, got 0"),
     (lambda: Mask([3], window=(-1, None)), r"window must be .*got \(-1, None\)"),
@@ -646,6 +647,9 @@ def bad_verb(comm: Comm, name: str) -> tuple[str, str, int]:
         "switch one size": lambda: seqpar.switch(
             square, comm, split_dim=0, concat_dim=1, sizes=(2, 2) if wrong else ([2, 2, 2], [2, 2, 2])
         ),
+        "switch halves": lambda: seqpar.switch(
+            square, comm, split_dim=0, concat_dim=1, sizes=([2.5, 2.2, 1.9] if wrong else [2, 2, 2], [2, 2, 2])
+        ),
         "switch no tensor": lambda: seqpar.switch(None if wrong else square, comm, split_dim=0, concat_dim=1),
         "another verb": lambda: (
             seqpar.unshard(x, plan, comm) if wrong else seqpar.relayout(x, comm, src=plan.layout, dst=other)
@@ -692,6 +696,7 @@ VERBS = (
     "unshard numpy",
     "switch text",
     "switch one size",
+    "switch halves",
     "switch no tensor",
     "another verb",
 )

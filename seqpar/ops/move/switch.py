@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from numbers import Integral
+from operator import index
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def _sizes(x: Tensor, comm: Comm, split_dim: int, concat_dim: int, sizes: Sizes 
             raise ValueError(f"dim {split_dim} has {whole} elements for {comm.size} ranks; give uneven shares as sizes")
         return [whole // comm.size] * comm.size, [part] * comm.size
     try:
-        split, concat = ([int(n) for n in side] for side in sizes)
+        split, concat = ([index(n) for n in side] for side in sizes)
     except (TypeError, ValueError):
         raise TypeError(f"sizes must be two sequences of {comm.size} integers, got {sizes!r:.200}") from None
     for name, side in (("split", split), ("concat", concat)):

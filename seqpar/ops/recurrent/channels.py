@@ -51,8 +51,8 @@ def channel_scan(
 
         y = channel_scan(dt * x, dt, plan, comm, rates=A, keys=B, queries=C)
 
-    initial_state [documents, C, N]: equal on all ranks; the rank with a document's first row reads it. Any floating
-    dtypes (float64, float32, bfloat16, float16) on one device. Nothing is cast under autocast. kernel: "auto", "steps"
+    initial_state [documents, C, N]: equal on all ranks, and so is whether it requires a gradient. Any floating dtypes
+    (float64, float32, bfloat16, float16) on one device. Nothing is cast under autocast. kernel: "auto", "steps"
     (PyTorch, on any device) or "reference". travel, and the handle of a compiled model, are as of `linear_attention`.
 
     Returns out [T, C] in update's dtype; pad rows are zeros, and what they hold enters nothing. If return_state also

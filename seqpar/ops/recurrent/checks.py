@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def checked_scale(scale: Any, dim: int) -> float:
     """The scale as a number, by default that of so many dims."""
     if scale is None:
         return float(dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise ValueError(f"linear_attention: scale must be a finite number, got {scale!r:.200}")
     return float(scale)
 

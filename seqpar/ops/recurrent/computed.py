@@ -81,7 +81,8 @@ def computed(
             "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, **asked.facts,
             "initial": initial is not None, "scale": asked.scale, "normalize": asked.normalize,
             "kernel": asked.kernel.name, "travel": way[:2], "return_state": bool(return_state),
-            "requires grad": True in grads,
+            # where rows move, a rank computes gradients of rows of others
+            "requires grad": True in grads if way.inside is None else tuple(grads),
         }  # fmt: skip
         if comm.size > 1:
             key = name, *agreed.facts.values()

@@ -415,3 +415,30 @@ def other(comm: Comm, plan: Plan) -> str:
 def test_ranks_that_name_other_ways_are_told() -> None:
     plan = Plan(Mask([14]), seqpar.Layout.contiguous(14, 2))
     assert all("ranks differ in travel" in error for error in run_threads(2, other, plan))
+
+
+@pytest.mark.parametrize("travel", WAYS)
+def test_ranks_with_gradients_of_different_tensors_get_theirs_or_an_error(travel: str) -> None:
+    """Where rows move, gradients of a rank's rows come from another rank."""
+    tokens, draw = 16, torch.Generator().manual_seed(0)
+    q, k, v, w = (torch.randn(tokens, 2, 4, dtype=torch.float64, generator=draw) for _ in range(4))
+
+    def gradient(comm: Comm, plan: Plan, by_rank: list[int]) -> Tensor:
+        own = [seqpar.shard(x, plan, comm.rank) for x in (q, k, v)]
+        x = own[by_rank[comm.rank]].requires_grad_()
+        out = recurrent.linear_attention(*own, plan, comm, travel=travel)
+        (out * seqpar.shard(w, plan, comm.rank)).sum().backward()
+        return x.grad
+
+    plan, alone = (
+        Plan(Mask([tokens]), seqpar.Layout.striped(tokens, 2)),
+        Plan(Mask([tokens]), seqpar.Layout.contiguous(tokens, 1)),
+    )
+    if travel == "rows":
+        with pytest.raises(ValueError, match="ranks differ in requires grad"):
+            run_threads(2, gradient, plan, [1, 2])
+    else:
+        for rank, found in enumerate(run_threads(2, gradient, plan, [1, 2])):
+            assert torch.allclose(found, gradient(seqpar.LocalComm(), alone, [1 + rank])[rank::2], rtol=0, atol=1e-12)
+    both = torch.stack(run_threads(2, gradient, plan, [1, 1]), 1).flatten(0, 1)
+    assert torch.allclose(both, gradient(seqpar.LocalComm(), alone, [1]), rtol=0, atol=1e-12)
