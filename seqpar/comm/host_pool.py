@@ -47,12 +47,15 @@ class HostPool:
 
     def _taken(self, size: int) -> Any:
         """The memory of a free block, which is taken out; of a new one if none fits."""
-        free = [index for index, block in enumerate(self._blocks) if block.is_free]
-        if fitting := [index for index in free if size <= self._blocks[index].memory.size <= 2 * size]:
-            return self._blocks.pop(fitting[-1]).memory
-        idle = sum(self._blocks[index].memory.size for index in free)
-        for count, index in enumerate(free):
-            if idle <= IDLE:
-                break
-            idle -= self._blocks.pop(index - count).memory.size
-        return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+        free = [block for block in self._blocks if block.is_free]
+        fitting = [block.memory for block in free if size <= block.memory.size <= 2 * size]
+        memory = fitting[-1] if fitting else torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+        kept, idle = [], 0
+        for block in reversed(self._blocks):
+            if block.memory is memory:
+                continue
+            if block.is_free and (idle := idle + block.memory.size) > IDLE:
+                continue
+            kept.append(block)
+        self._blocks = kept[::-1]
+        return memory

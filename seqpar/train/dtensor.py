@@ -1,22 +1,13 @@
-"""DTensors, without importing torch's DTensor, which takes half a second, unless one already exists."""
+"""Parts and versions of DTensors."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-PLAIN = (Tensor, nn.Parameter)
-
-
-def is_dtensor(x: Tensor) -> bool:
-    """Whether x is sharded or replicated over a DeviceMesh."""
-    if type(x) in PLAIN:  # most are; each parameter is asked several times a step
-        return False
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(x, loaded.DTensor)
+from seqpar.ops.core.collective_op import is_dtensor
 
 
 def local(x: Any) -> Tensor:
@@ -25,7 +16,12 @@ def local(x: Any) -> Tensor:
 
 
 def version(x: Any) -> int:
-    """The version counter of x, which every change in place advances; of a DTensor, together with its local part's."""
+    """The version counter of x, which every change in place advances; of a DTensor, together with its local part's.
+
+    0 for a tensor of inference mode, which counts no versions.
+    """
+    if x.is_inference():
+        return 0
     return x._version + (x._local_tensor._version if is_dtensor(x) else 0)  # type: ignore[no-any-return]
 
 

@@ -63,12 +63,12 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
 class _Claim(NamedTuple):
     """A rank's announcement of its parameters. digest: of their shapes. flags: which have a gradient.
 
-    repeated, growing: whether gradients are already sums over ranks, and whether a backward has added to such a sum.
+    repeated: which gradients are already sums over ranks. growing: whether a backward has added to such a sum.
     """
 
     digest: int
     flags: list[bool]
-    repeated: bool
+    repeated: list[bool]
     growing: bool
 
     @classmethod
@@ -107,7 +107,7 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
                 f"{len(several)}, {shapes!r:.500}); give every rank the same parameters in the "
                 "same order, and one bucket_bytes"
             )
-    _check_once([other.repeated for other in found if any(other.flags)], any(other.growing for other in found), comm)
+    _check_once(several, found, comm)
     present = [any(flags) for flags in zip(*(other.flags for other in found))]
     plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
     if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
@@ -124,7 +124,7 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
     if (known := comm.agreed.get(claim.digest)) is None:
         return False
     facts: Any = known
-    changed = claim.flags != facts["flags"] or claim.repeated or claim.growing
+    changed = claim.flags != facts["flags"] or True in claim.repeated or claim.growing
     changed = changed or _refusal(several, frozenset()) is not None
     chosen = [p for p, some in zip(several, facts["present"]) if some]
     return _sum(chosen, comm, Tag(claim.digest, comm.next_call(), 0, 0), bucket_bytes, changed=changed)
@@ -157,17 +157,32 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
 
 
 def _separate(parameters: list[Tensor]) -> None:
-    """Give gradients that overlap in memory copies of their own, since the sum of one would change another.
+    """Give gradients copies of their own where they share memory, since the sum of one would change another.
 
-    Autograd makes such gradients: of ``a + torch.cat([b, c])`` those of b and c may be views of that of a.
+    Autograd makes such gradients: of ``a + torch.cat([b, c])`` those of b and c may lie in that of a. Views that a user
+    has made, as of one flat tensor, stay where they are unless they overlap.
     """
-    spans = sorted((*_span(local(p.grad)), index) for index, p in enumerate(parameters) if p.grad is not None)
+    seen, views = set(), []
+    for p in parameters:
+        if (grad := p.grad) is None:
+            continue
+        part = local(grad)
+        if id(grad) not in seen and part._is_view():
+            views.append(p)
+        elif id(grad) in seen or _is_shared(part):
+            p.grad = grad.clone()
+        seen.add(id(grad))
     end = 0
-    for start, stop, index in spans:
+    for (start, stop), _, p in sorted((_span(local(p.grad)), index, p) for index, p in enumerate(views)):
         if start < min(stop, end):
-            parameters[index].grad = parameters[index].grad.clone()  # type: ignore[union-attr]
+            p.grad = p.grad.clone()  # type: ignore[union-attr]
         else:
             end = max(end, stop)
+
+
+def _is_shared(x: Tensor) -> bool:
+    """Whether another tensor has its memory too. A tensor and its storage's Python object hold it once each."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2  # type: ignore[attr-defined, no-any-return]
 
 
 def _span(x: Tensor) -> tuple[int, int]:
@@ -208,17 +223,19 @@ def _is_writable(x: Tensor) -> bool:
     return x.is_contiguous() or not any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride()))
 
 
-def _check_once(repeated: list[bool], growing: bool, comm: Comm) -> None:
-    """Raise for gradients unchanged since they were summed; warn of sums that a backward has added to.
-
-    repeated: for each rank with gradients.
-    """
-    if repeated and all(repeated):
+def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
+    """Raise for gradients unchanged since they were summed; warn of sums that a backward has added to."""
+    holders = zip(zip(*(other.flags for other in found)), zip(*(other.repeated for other in found)))
+    # on a rank without a gradient nothing is known
+    again = [index for index, (has, sums) in enumerate(holders) if any(has) and has == sums]
+    if again:
         raise ValueError(
-            "sync_gradients: these gradients are sums over ranks already, and no backward has added to them since; "
-            "call it once, after the last backward of a step"
+            f"sync_gradients: these gradients are sums over ranks already ({len(again)} of {len(several)}, the first "
+            f"of shape {list(several[again[0]].shape)}), and no backward has added to them since; call it once, after "
+            "the last backward of a step, with all parameters and all ranks that hold them, and set gradients that no "
+            "backward computes any more to None"
         )
-    if growing and not comm.rank:
+    if any(other.growing for other in found) and not comm.rank:
         warnings.warn(
             "sync_gradients: these gradients hold a sum over ranks to which a backward has added, and no optimizer has "
             "made a step in between: what was summed is summed once more; call it once, after the last backward of a "
@@ -278,6 +295,7 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 @uncompiled
+@torch.no_grad()
 def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, fp32 or fp64, equal on every rank. No gradient counts as 0.
 
@@ -347,6 +365,7 @@ def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 
 @uncompiled
+@torch.no_grad()
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -361,9 +380,9 @@ def clip_grad_norm(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"clip_grad_norm: the norm of the gradients is {norm.item()}, and nothing was scaled")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [p.grad for p in several if p.grad is not None]
-    with remark(grads):
-        parts = [local(grad) for grad in grads]
+    with remark(several):
+        _separate(several)
+        parts = [local(p.grad) for p in several if p.grad is not None]
         for indices in _by_kind(parts):
             torch._foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))
     return norm

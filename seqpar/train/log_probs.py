@@ -124,6 +124,8 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_log_probs: Tensor | None, d_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("token_log_probs")
+        if d_log_probs is None and d_entropies is None:
+            return (None,) * 5
         o, (d_hidden, *again) = ctx.options, ctx.saved_tensors
         if d_hidden is not None and d_entropies is None:
             assert d_log_probs is not None

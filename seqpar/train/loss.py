@@ -118,7 +118,7 @@ def _check_numbers(valid: int | Tensor, label_smoothing: float, z_loss: float, a
         raise ValueError(
             f"valid={valid!r}, expected the labels that count over all ranks, an int of at least 0 or a 0-d tensor"
         )
-    if not 0.0 <= label_smoothing <= 1.0 or average_over < 1:
+    if not 0.0 <= label_smoothing <= 1.0 or not average_over >= 1:
         raise ValueError(f"label_smoothing={label_smoothing}, average_over={average_over}, expected [0, 1] and >= 1")
     if not -math.inf < z_loss < math.inf:  # torch.compile can trace this form
         raise ValueError(f"z_loss={z_loss}, expected a finite weight")

@@ -84,25 +84,30 @@ class Sum:
 
 
 @contextmanager
-def remark(grads: Sequence[Tensor]) -> Iterator[None]:
+def remark(parameters: Sequence[Tensor]) -> Iterator[None]:
     """A block that changes gradients but leaves their marks as sums, as clipping does."""
-    marks = [(grad, last) for grad in grads if (last := _sums.get(grad)) is not None and last[1] == version(grad)]
+    marks = [
+        (p, last[0])
+        for p in parameters
+        if (grad := p.grad) is not None and (last := _sums.get(grad)) is not None and last[1] == version(grad)
+    ]
     yield
-    for grad, (of, _) in marks:
-        _sums[grad] = of, version(grad)
+    for p, of in marks:
+        assert p.grad is not None
+        _sums[p.grad] = of, version(p.grad)
 
 
 class Marks:
     """The marks on the gradients of some parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._grads = [grad for p in parameters if (grad := p.grad) is not None]
-        self._sums = [_sums.get(grad) for grad in self._grads]
+        self._grads = [p.grad for p in parameters]
+        self._sums = [None if grad is None else _sums.get(grad) for grad in self._grads]
 
-    def repeated(self) -> bool:
-        """Whether all gradients are sums over ranks, unchanged since."""
+    def repeated(self) -> list[bool]:
+        """Which gradients are sums over ranks, unchanged since."""
         pairs = zip(self._sums, self._grads)
-        return bool(self._grads) and all(last is not None and last[1] == version(grad) for last, grad in pairs)
+        return [last is not None and last[1] == version(grad) for last, grad in pairs]
 
     def growing(self) -> bool:
         """Whether some gradient is a sum that a backward has added to, without an optimizer step since.

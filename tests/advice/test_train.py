@@ -45,19 +45,26 @@ def test_ranks_give_the_same_parameters() -> None:
         assert grads[0].tolist() == [3.0] * 2 and grads[1].tolist() == [6.0] * 3
 
 
-def test_gradients_are_summed_once_a_step() -> None:
-    def rank(comm: Comm) -> list[float]:
-        p = parameter((2,), 1.0 + comm.rank)
-        sync_gradients(p, comm)
-        with advised(ValueError, "call it once, after the last backward of a step"):
-            sync_gradients(p, comm)
-        p.grad = torch.zeros(2)
+def test_gradients_are_summed_once_a_step_and_those_that_stay_are_cleared() -> None:
+    def rank(comm: Comm) -> list[list[float]]:
+        p, tied, frozen = parameter((2,), 1.0 + comm.rank), parameter((2,), 2.0), parameter((2,), 3.0)
+        sync_gradients([p, frozen], comm)
+        frozen.requires_grad_(False)
+        for several in ([p], [p, tied], [tied, frozen]):
+            with advised(
+                ValueError,
+                "call it once, after the last backward of a step, with all parameters and all ranks that hold them, "
+                "and set gradients that no backward computes any more to None",
+            ):
+                sync_gradients(several, comm)
+        frozen.grad, p.grad = None, torch.zeros(2)
         for _ in range(2):
             (p.sum() * (1.0 + comm.rank)).backward()
-        sync_gradients(p, comm)
-        return p.grad.tolist()  # type: ignore[no-any-return]
+        sync_gradients([p, tied, frozen], comm)
+        assert frozen.grad is None
+        return [p.grad.tolist(), tied.grad.tolist()]  # type: ignore[union-attr]
 
-    assert run_threads(2, rank) == [[6.0, 6.0]] * 2
+    assert run_threads(2, rank) == [[[6.0, 6.0], [4.0, 4.0]]] * 2
 
 
 def test_micro_batches_are_summed_once_and_left_out_steps_start_from_zero() -> None:

@@ -67,6 +67,10 @@ def test_memory_that_waits_for_use_is_bounded() -> None:
     held.clear()
     pool.empty((LEAST,), torch.uint8)
     assert sum(block.memory.size for block in pool._blocks) <= IDLE + LEAST
+    held = [pool.empty((MOST,), torch.uint8) for _ in range(2 * IDLE // MOST)]
+    held.clear()
+    pool.empty((MOST,), torch.uint8)  # one of them again
+    assert sum(block.memory.size for block in pool._blocks) <= IDLE + MOST
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), max_size=30))

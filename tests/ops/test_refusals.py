@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import seqpar
 from seqpar import dsp, recurrent
@@ -25,6 +27,7 @@ from seqpar.nn import Attention
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import Mean, all_sum, linear_cross_entropy, sync_gradients, token_log_probs, token_mean
+from tests.advice.remedies import default_group
 from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
@@ -711,6 +714,22 @@ def test_bad_calls_of_other_verbs_raise_on_all_ranks(name) -> None:
 
 
 # --- tensors without rows of memory, and transforms -------------------------------------------------------------------
+
+
+def test_verbs_take_a_ranks_part_of_a_dtensor() -> None:
+    with default_group():
+        x = DTensor.from_local(torch.ones(4, 2, 4), DeviceMesh("cpu", [0]), [Replicate()])
+        plan, alone = Plan(Mask([4]), Layout.contiguous(4, 1)), LocalComm()
+        verbs: tuple[Callable[[Tensor], Tensor], ...] = (
+            lambda x: seqpar.attention(x, x, x, plan, alone),
+            lambda x: seqpar.switch(x, alone, split_dim=1, concat_dim=0),
+            lambda x: seqpar.unshard(x, plan, alone),
+            lambda x: all_sum(x, alone),
+        )
+        for verb in verbs:
+            with pytest.raises(NotImplementedError, match=r"got a DTensor .* give x.to_local\(\), and a comm of ranks"):
+                verb(x)
+            assert torch.equal(verb(x.to_local()), torch.ones(4, 2, 4))
 
 
 def verbs_of(comm: Comm) -> dict[str, Callable[[Tensor], object]]:

@@ -175,6 +175,77 @@ def test_gradients_that_share_memory_are_summed_once(sizes: dict[str, int], buck
             assert all(bool((grad == 3).all()) for grad in grads)
 
 
+class Shared(nn.Module):
+    """A weight that is the sum of two parameters, whose gradients autograd lets share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.base, self.delta = (nn.Parameter(torch.randn(12, dtype=torch.float64, generator=draw)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.base.view(4, 3) + self.delta.view(4, 3))).square().sum()
+
+
+def shared_gradients(x: Tensor) -> Shared:
+    model = Shared()
+    model(x).backward()
+    assert model.base.grad.untyped_storage().data_ptr() == model.delta.grad.untyped_storage().data_ptr()
+    return model
+
+
+def test_gradients_that_share_memory_are_summed_and_clipped_apart() -> None:
+    xs = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = shared_gradients(xs.flatten(0, 1)).base.grad
+
+    def rank(comm: Comm) -> None:
+        model = shared_gradients(xs[comm.rank])
+        own = model.delta.grad.clone()
+        sync_gradients(model.base, comm)
+        assert torch.equal(model.delta.grad, own)
+        sync_gradients(model.delta, comm)
+        assert all(torch.allclose(p.grad, whole) for p in model.parameters())
+        with pytest.raises(ValueError, match="these gradients are sums over ranks already"):
+            sync_gradients(model.parameters(), comm)
+        model = shared_gradients(xs[comm.rank])
+        norm = clip_grad_norm(model.parameters(), 1.0)
+        assert torch.allclose(norm, own.norm() * 2**0.5) and math.isclose(
+            grad_norm(model.parameters()), 1.0, rel_tol=1e-5
+        )
+
+    run_threads(2, rank)
+
+
+def test_gradients_in_one_tensor_of_the_users_stay_there() -> None:
+    def rank(comm: Comm) -> tuple[list[float], Tensor]:
+        flat = torch.ones(5) * (1 + comm.rank)
+        a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+        a.grad, b.grad = flat[:2], flat[2:]
+        sync_gradients([a, b], comm)
+        clip_grad_norm([a, b], 1e9)
+        return flat.tolist(), b.grad
+
+    for flat, grad in run_threads(2, rank):
+        assert flat == [3.0] * 5 and grad.tolist() == [3.0] * 3
+
+
+def test_no_graph_stays_behind_clipping() -> None:
+    p, largest = nn.Parameter(torch.ones(3)), torch.tensor(1.0, requires_grad=True)
+    (p.square().sum()).backward(create_graph=True)
+    assert not clip_grad_norm([p], largest).requires_grad
+
+
+def test_parameters_of_inference_mode_are_summed() -> None:
+    def rank(comm: Comm) -> list[float]:
+        with torch.inference_mode():
+            p = nn.Parameter(torch.zeros(3), requires_grad=False)
+            p.grad = torch.ones(3)
+            sync_gradients(p, comm)
+        return p.grad.tolist()
+
+    assert run_threads(2, rank) == [[2.0] * 3] * 2
+
+
 def test_gradients_are_summed_in_the_same_order_at_every_step() -> None:
     """With as many bytes as go by pairs: the flag that later steps send along must not change that."""
 

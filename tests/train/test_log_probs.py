@@ -357,3 +357,25 @@ def test_the_benchmark_times_both_and_judges(capsys: pytest.CaptureFixture[str],
     assert all(row["interval"][0] <= row["ratio"] <= row["interval"][1] for row in rows)
     assert code == any(row["limit"] is not None and row["ratio"] > row["limit"] for row in rows)
     assert "entropy" in capsys.readouterr().out
+
+
+class _Stop(torch.autograd.Function):
+    """A function without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_a_result_without_a_gradient_gives_none(frozen: bool, entropy: bool) -> None:
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=not frozen)
+    found = token_log_probs(hidden, weight, torch.arange(4), entropy=entropy)
+    results = found if entropy else (found,)
+    (sum(_Stop.apply(x).sum() for x in results) + hidden.sum()).backward()
+    assert torch.equal(hidden.grad, torch.ones(4, 3)) and (weight.grad is None or not weight.grad.any())

@@ -13,6 +13,7 @@ are from the same call. Neither kind has a forward-mode derivative.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from seqpar.ops.core.repetition import refuse_repetition
 
 Tensors = Sequence[Tensor | None]
 STRIDED = torch.strided
+PLAIN = (Tensor, torch.nn.Parameter)
 # dtypes whose elements PyTorch does not copy: quantized ones, those below a byte, and bits
 UNMOVED = frozenset(
     {
@@ -199,15 +201,26 @@ def requirements(tensors: Sequence[object]) -> list[bool]:
     return [getattr(x, "requires_grad", False) for x in tensors]
 
 
+def is_dtensor(x: object) -> bool:
+    """Whether x is sharded or replicated over a DeviceMesh; torch's DTensor, half a second to import, is not."""
+    if type(x) in PLAIN:  # most are; each parameter is asked several times a step
+        return False
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(x, loaded.DTensor)
+
+
 def all_dense(tensors: Sequence[object]) -> bool:
-    """Whether no tensor is nested, sparse, or of a dtype that PyTorch does not copy."""
+    """Whether no tensor is nested, sparse, a DTensor, or of a dtype that PyTorch does not copy."""
     return not any(
-        [isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED or x.dtype in UNMOVED) for x in tensors]
+        [
+            isinstance(x, Tensor) and (x.is_nested or x.layout is not STRIDED or x.dtype in UNMOVED or is_dtensor(x))
+            for x in tensors
+        ]
     )
 
 
 def check_dense(what: str, tensors: Sequence[object]) -> None:
-    """Raise NotImplementedError for nested and sparse tensors, and for dtypes that PyTorch does not copy."""
+    """Raise NotImplementedError for nested and sparse tensors, DTensors, and dtypes that PyTorch does not copy."""
     for x in tensors:
         if not isinstance(x, Tensor):
             continue
@@ -216,6 +229,11 @@ def check_dense(what: str, tensors: Sequence[object]) -> None:
             raise NotImplementedError(
                 f"{what} got a {kind}, expected dense tensors; give documents of several lengths as rows [T, ...], one "
                 "document after another (x.values() of a jagged tensor), and their lengths to the mask"
+            )
+        if is_dtensor(x):
+            raise NotImplementedError(
+                f"{what} got a DTensor with placements {x.placements}, expected this rank's plain tensor; give "  # type: ignore[attr-defined]
+                "x.to_local(), and a comm of ranks that hold the same heads"
             )
         if x.dtype in UNMOVED:
             ways = "x.dequantize() or x.int_repr()" if x.is_quantized else "x.view(torch.uint8)"
