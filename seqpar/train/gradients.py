@@ -83,7 +83,12 @@ class _Claim(NamedTuple):
 def _shape(p: Tensor) -> tuple[Any, ...]:
     """What ranks compare of a parameter."""
     part = local(p)
-    return part.shape, part.dtype, part.device.type, part is not p
+    return part.shape, part.dtype, _grad_dtype(p), part.device.type, part is not p
+
+
+def _grad_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient, which a user may set apart from the parameter's."""
+    return getattr(p, "grad_dtype", None) or p.dtype
 
 
 @lru_cache(maxsize=16)
@@ -199,7 +204,7 @@ def _addend(p: Tensor, *, changed: bool | None) -> Tensor:
     A rank that only announces a change sends no gradients.
     """
     if changed or p.grad is None:
-        return torch.zeros_like(local(p), memory_format=torch.contiguous_format)
+        return torch.zeros_like(local(p), dtype=_grad_dtype(p), memory_format=torch.contiguous_format)
     grad = local(p.grad)
     if grad.is_contiguous() and _is_writable(grad):
         return grad
@@ -211,7 +216,7 @@ def _set_grad(p: Tensor, value: Tensor) -> None:
     if p.grad is value:
         return
     if p.grad is None or not _is_writable(local(p.grad)):
-        p.grad = torch.zeros_like(p, requires_grad=False)
+        p.grad = torch.zeros_like(p, dtype=_grad_dtype(p), requires_grad=False)
     if (grad := local(p.grad)) is not value:
         grad.copy_(value)
 
@@ -254,7 +259,7 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
                 "sync_gradients out under a wrapper, and average_over without one"
             )
     for index, p in enumerate(parameters):
-        dense = p.grad is None or (p.grad.layout == torch.strided and p.grad.dtype == p.dtype)
+        dense = p.grad is None or (p.grad.layout == torch.strided and p.grad.dtype == _grad_dtype(p))
         if dense and not is_dtensor(p):
             continue
         what = f"parameter {index} of shape {list(p.shape)}"
@@ -271,7 +276,7 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
         if p.grad is not None and not dense:
             return NotImplementedError(
                 f"sync_gradients: {what} has a gradient of layout {p.grad.layout} and dtype {p.grad.dtype}, expected "
-                f"a dense one of {p.dtype}; give it p.grad = p.grad.to_dense().to(p.dtype) before"
+                f"a dense one of {_grad_dtype(p)}; give it p.grad = p.grad.to_dense().to(p.dtype) before"
             )
     return None
 
@@ -280,12 +285,12 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
     """Parameters in order, in groups of one dtype and device that fit `size` bytes; at least one each."""
     kinds: dict[object, list[Tensor]] = {}
     for p in parameters:
-        kinds.setdefault((p.dtype, p.device), []).append(p)
+        kinds.setdefault((_grad_dtype(p), p.device), []).append(p)
     for several in kinds.values():
         bucket: list[Tensor] = []
         held = 0
         for p in several:
-            more = local(p).nbytes
+            more = local(p).numel() * _grad_dtype(p).itemsize
             if bucket and held + more > size:
                 yield bucket
                 bucket, held = [], 0

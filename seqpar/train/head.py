@@ -129,6 +129,8 @@ def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
     for kind, x in ((name, rows), ("labels", labels)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{kind} must be a tensor, got {x!r:.200}")
+        if is_dtensor(x):
+            raise NotImplementedError(f"{kind} {list(x.shape)} is a DTensor; give this rank's rows, x.to_local()")
     if labels.device != rows.device:
         raise ValueError(f"labels on {labels.device}, {name} on {rows.device}; give both on one device")
     if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:

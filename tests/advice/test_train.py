@@ -113,6 +113,16 @@ def test_gradients_of_dtensors_lie_as_their_parameters_do() -> None:
         assert float(grad_norm(p)) == 5.0 and p.grad.to_local().tolist() == [3.0, 4.0]
 
 
+def test_losses_take_a_ranks_rows_of_a_dtensor() -> None:
+    labels, weight = torch.tensor([0, 1, 2]), torch.randn(4, 5)
+    with default_group():
+        hidden = DTensor.from_local(torch.randn(3, 5), DeviceMesh("cpu", [0]), [Replicate()])
+        with advised(NotImplementedError, "give this rank's rows, x.to_local()"):
+            linear_cross_entropy(hidden, weight, labels, valid=3)
+        loss = linear_cross_entropy(hidden.to_local(), weight, labels, valid=3)
+        assert torch.allclose(loss, F.cross_entropy(hidden.to_local() @ weight.T, labels))
+
+
 def test_a_mean_is_of_every_batch_on_every_rank() -> None:
     def rank(comm: Comm) -> float:
         part = Mean()

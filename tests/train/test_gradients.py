@@ -229,6 +229,22 @@ def test_gradients_in_one_tensor_of_the_users_stay_there() -> None:
         assert flat == [3.0] * 5 and grad.tolist() == [3.0] * 3
 
 
+def test_gradients_may_be_wider_than_their_parameters() -> None:
+    def rank(comm: Comm) -> list[Tensor]:
+        several = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(3)]
+        several[1].grad_dtype = several[2].grad_dtype = torch.float32
+        for index, p in enumerate(several):
+            if comm.rank or index < 2:
+                p.grad = torch.full((3,), 1 + 2.0**-20 * comm.rank, dtype=p.grad_dtype)
+        sync_gradients(several, comm)
+        return [p.grad for p in several]
+
+    for narrow, wide, from_one in run_threads(2, rank):
+        assert narrow.dtype == torch.bfloat16 and narrow.tolist() == [2.0] * 3
+        assert wide.dtype == torch.float32 and wide.tolist() == [2 + 2.0**-20] * 3
+        assert from_one.tolist() == [1 + 2.0**-20] * 3
+
+
 def test_no_graph_stays_behind_clipping() -> None:
     p, largest = nn.Parameter(torch.ones(3)), torch.tensor(1.0, requires_grad=True)
     (p.square().sum()).backward(create_graph=True)
