@@ -57,8 +57,11 @@ def plot(shown: Shown, path: str | Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def pairs(axis: Any, shown: Shown) -> None:
-    """Queries downwards and keys to the right; a cell is darker the more of its pairs a band shows."""
+def pairs(axis: Any, shown: Shown, *, columns: int = 4) -> None:
+    """Queries downwards and keys to the right; a cell is darker the more of its pairs a band shows.
+
+    columns: of the legend; one in a small panel.
+    """
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -74,15 +77,15 @@ def pairs(axis: Any, shown: Shown) -> None:
             axis.axvline(key, color=EDGE, linewidth=0.8)
     sampled = max(tokens, keys) > SAMPLES
     axis.set(
-        title="Keys that a query sees" + (f" (of {SAMPLES:,} queries and keys)" if sampled else ""),
-        xlabel="key", ylabel="query",
+        title="Keys that a query sees", xlabel="key" + (f" ({SAMPLES:,} are drawn)" if sampled else ""), ylabel="query",
     )  # fmt: skip
     for ticks in (axis.xaxis, axis.yaxis):
-        ticks.get_major_locator().set_params(integer=True)
+        ticks.get_major_locator().set_params(integer=True, nbins=6)
         ticks.set_major_formatter(lambda value, _: f"{value:,.0f}")
     names = [f"band {n}: {area:,} pairs" for n, area in enumerate(shown.areas)]
     handles = [Patch(color=LONG[n % len(LONG)], label=name) for n, name in enumerate(names)]
-    axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, fontsize=8.5)
+    below = -0.08 if columns > 1 else -0.13
+    axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, below), ncols=columns, fontsize=8.5)
 
 
 def nodes(axis: Any, paths: Paths) -> None:

@@ -56,13 +56,13 @@ def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None)
             fontsize=15, fontweight="bold",
         )  # fmt: skip
         figure.text(0.5, 0.948, _subtitle(plan), ha="center", color=MUTED)
-        third = ["load"] * 2 + ["time"] * 2 if plan.forecast is not None else ["load"] * 3 + ["bytes"]
-        right = ["degree", "degree" if plan.mask.plain else "mask"]
-        axes = figure.subplot_mosaic([["who"] * 4 + right, third + ["bytes"] * 2], height_ratios=(1.12, 1))
+        upper = ["who"] * 8 + ["degree"] * 4 if plan.mask.plain else ["who"] * 6 + ["degree"] * 3 + ["mask"] * 3
+        lower = ["load"] * 6 + ["bytes"] * 6 if plan.forecast is None else ["load"] * 4 + ["time"] * 4 + ["bytes"] * 4
+        axes = figure.subplot_mosaic([upper, lower], height_ratios=(1.12, 1))
         holders(axes["who"], plan)
         degrees(axes["degree"], plan)
         if not plan.mask.plain:
-            pairs(axes["mask"], plan.mask.shown())
+            pairs(axes["mask"], plan.mask.shown(), columns=1)
         loads(axes["load"], plan)
         if plan.forecast is not None:
             timeline(axes["time"], plan, plan.forecast)
@@ -172,7 +172,8 @@ def degrees(axis: Any, plan: Derived) -> None:
     axis.grid(color=EDGE, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.set(title="Degree of every document", xlabel="tokens of the document", ylabel="ranks that hold some of it")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, fontsize=8.5)
+    columns = 2 if plan.mask.plain else 1  # beside a mask there is less room
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, fontsize=8.5)
 
 
 def loads(axis: Any, plan: Derived) -> None:
@@ -196,7 +197,7 @@ def loads(axis: Any, plan: Derived) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(axis="y", color=EDGE, linewidth=0.6)
     axis.set(title="Rows and attended pairs", xlabel="rank", ylabel="of the mean")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, fontsize=8.5)
 
 
 def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:

@@ -101,6 +101,14 @@ def test_bands_and_trees_show_what_a_query_sees(mask: Mask, bands: int, tmp_path
         ]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_mask_of_bands_and_documents_of_several_widths_fit_beside_each_other(tmp_path):
+    """Else matplotlib says that its layout collapsed."""
+    small, long = (Mask(n, window=(w, 0), sink_tokens=1) for n, w in (([5, 5], 2), ([60_000, 3_000], 1_000)))
+    Plan(small, Layout.striped(10, 2), ulysses=[1, 2]).plot(tmp_path / "small.png")
+    plan_batch(long, 2).plot(tmp_path / "long.png")
+
+
 def test_what_cannot_be_written_or_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(Mask([3]), Layout.contiguous(3, 1))
     with pytest.raises(ValueError, match="nonsense"):
