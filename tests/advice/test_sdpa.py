@@ -148,6 +148,31 @@ def test_several_samples_are_packed_into_one_row() -> None:
     assert torch.allclose(run_threads(2, packed)[0], want.flatten(0, 1))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_windows_of_a_document_are_documents_or_stay_on_their_rank(ranks: int) -> None:
+    full = Plan(Mask([TOKENS], causal=False), Layout.contiguous(TOKENS, ranks))
+    windows = full.with_mask(Mask([2] * 4, causal=False))
+
+    def inside(x: Tensor) -> Tensor:
+        """Attention of windows [windows, H, 2, D]."""
+        x = x.unflatten(1, (-1, 2)).transpose(2, 3)
+        return F.scaled_dot_product_attention(*x).transpose(1, 2).flatten(0, 1)
+
+    def on(plan: Plan, local: Callable[[Tensor, Tensor], bool] | None) -> Tensor:
+        def rank(comm: Comm) -> Tensor:
+            rows = seqpar.shard(WHOLE, plan, comm.rank, dim=1)
+            with seqpar.sdpa(plan, comm, local=local):
+                out = inside(rows) + (0 if local is None else attended(rows))
+            return seqpar.unshard(out, plan, comm)
+
+        return run_threads(ranks, rank)[0]  # type: ignore[no-any-return]
+
+    with advised(ValueError, "give the plan a document for each sample, or name such calls by local="):
+        on(full, None)
+    assert torch.allclose(on(windows, None), inside(WHOLE))
+    assert torch.allclose(on(full, lambda query, key: query.dim() == 4), inside(WHOLE) + attended(WHOLE))
+
+
 def test_causal_attention_over_longer_keys_is_given_a_mask() -> None:
     mask = Mask([4], kv_lengths=[TOKENS])
     plan = Plan(mask, Layout.contiguous(4, 1), kv_layout=Layout.contiguous(TOKENS, 1))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from seqpar.facts.intervals import Spans, expand, linear_spans
 from seqpar.facts.value import Ints
+from seqpar.plan import Plan
 
 
 def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
@@ -47,6 +48,25 @@ def expanded(spans: Spans, rows: int) -> tuple[Ints, Ints]:
     """The bounds of this many rows."""
     count = np.diff(np.append(spans.start, rows))
     return expand(spans.lo, count, spans.lo_step), expand(spans.hi, count, spans.hi_step)
+
+
+def samples_meet(plan: Plan, rank: int, samples: int) -> bool:
+    """Whether a row of a rank may see a row of the rank that is in another sample, where each has as many rows."""
+    mask, at, keys = plan.mask, plan.positions(rank), plan.positions(rank, "kv")
+    own, others = (np.repeat(np.arange(samples), len(x) // samples) for x in (at, keys))
+    if mask.within_documents:
+        documents = np.append(mask.documents(at), np.searchsorted(mask.kv_offsets, keys, side="right") - 1)
+        pairs = np.stack([documents, np.append(own, others)])[:, documents >= 0]
+        if np.unique(pairs, axis=1).shape[1] == np.unique(pairs[0]).size:
+            return False
+    each = [np.sort(keys)] + [np.sort(keys[others == sample]) for sample in range(samples)]
+    for band in range(len(mask.bands)):
+        for sample in range(samples):
+            lo, hi = mask.bounds(at[own == sample], band=band)
+            of_all, of_own = (np.searchsorted(x, hi) - np.searchsorted(x, lo) for x in (each[0], each[1 + sample]))
+            if (of_all > of_own).any():
+                return True
+    return False
 
 
 def is_lower_triangle(mask: Tensor) -> bool:

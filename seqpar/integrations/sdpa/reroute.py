@@ -31,7 +31,7 @@ from seqpar.integrations.probe.calls import ModelCall, outermost
 from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
-from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle
+from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
@@ -63,9 +63,10 @@ def sdpa(
         loss.backward()
 
     Rerouted are ``F.scaled_dot_product_attention`` on [B, H, T, D] or [H, T, D], where the B * T rows of queries and of
-    keys, sample after sample, are the plan's for this rank; and ``F.multi_head_attention_forward``, hence
-    `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on [T, 1, E] or [T, E]. The block is also a block
-    of `seqpar.parallel(plan, comm)`. Calls are collective, forward and backward.
+    keys, sample after sample, are the plan's for this rank, and samples do not see each other under it; and
+    ``F.multi_head_attention_forward``, hence `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder`, on
+    [T, 1, E] or [T, E]. The block is also a block of `seqpar.parallel(plan, comm)`. Calls are collective, forward and
+    backward.
 
     The mask is the plan's, which knows the documents: ``is_causal=True`` needs a plan that is causal inside documents,
     a call without a mask one that is full inside them. ``attn_mask`` has this rank's rows over all keys in the order of
@@ -322,6 +323,12 @@ class Rerouting(TorchFunctionMode):
             if record is not None:
                 self.calls += 1
                 return stand_in(*map(autocast, (q, k, v)), self.plan)
+            if samples > 1 and self._samples_meet(samples):
+                raise ValueError(
+                    f"sdpa: got {samples} samples of {rows[0] // samples} rows on rank {self.comm.rank}, expected "
+                    f"samples that do not see each other under {self.plan.mask!r}; give the plan a document for each "
+                    "sample, or name such calls by local="
+                )
             if mask is None:
                 self._check_meaning(is_causal)
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens and not self._one_has_all:
@@ -406,6 +413,10 @@ class Rerouting(TorchFunctionMode):
                 f"sdpa: a call with is_causal={is_causal} and no attn_mask means {meant!r}, as of Mask(lengths, "
                 f"causal={is_causal}), and the plan has {mask!r}; give the plan that mask, or the call its attn_mask"
             )
+
+    def _samples_meet(self, samples: int) -> bool:
+        plan, rank = self.plan, self.comm.rank
+        return plan.memo(("samples meet", rank, samples), lambda: samples_meet(plan, rank, samples))
 
     def _seed_of(self, dropout_p: float) -> int | None:
         if not dropout_p:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize, sdpa
+from seqpar.integrations.sdpa.mask import samples_meet
 from seqpar.ops.core import regions
 from seqpar.testing import run_threads
 from tests.comm.cases import impatient
@@ -165,6 +167,33 @@ def test_samples_of_one_length_are_documents(ranks: int) -> None:
     backward(y, target)
     for got in results:
         same(got, (y.detach().flatten(0, 1), gradients(model)))
+
+
+BOUNDS = np.repeat([0, 4], 4), np.repeat([4, 8], 4)
+SAMPLES: dict[str, tuple[Mask, Layout, int, bool]] = {
+    "one document": (Mask([8], causal=False), Layout.contiguous(8, 1), 2, True),
+    "documents of two samples": (Mask([4, 4], causal=False), Layout.contiguous(8, 1), 4, True),
+    "documents across samples": (Mask([2, 4, 2]), Layout.contiguous(8, 1), 2, True),
+    "documents interleaved": (Mask([4, 4], causal=False), Layout([[0, 4, 1, 5, 2, 6, 3, 7]]), 4, True),
+    "several documents in a sample": (Mask([2, 2, 4], causal=False), Layout.contiguous(8, 1), 2, False),
+    "a part of each": (Mask([4, 4], causal=False), Layout([[0, 1, 4, 5], [2, 3, 6, 7]]), 2, False),
+    "bounds apart": (Mask.from_bounds(*BOUNDS), Layout.contiguous(8, 1), 2, False),
+    "bounds across samples": (Mask.from_bounds(*BOUNDS), Layout.contiguous(8, 1), 4, True),
+    "bounds across documents": (Mask.from_bounds(*BOUNDS, lengths=[2] * 4), Layout.contiguous(8, 1), 4, True),
+    "only other ranks' rows": (Mask([8], window=(1, 0)), Layout([[0, 1, 4, 5], [2, 3, 6, 7]]), 2, False),
+    "a union": (
+        Mask([8], causal=False, window=(0, 0)) | Mask.from_bounds(*BOUNDS, lengths=[8]), Layout.contiguous(8, 1), 2,
+        False,
+    ),
+    "a union across": (Mask([8], window=(1, 0), sink_tokens=1), Layout.contiguous(8, 1), 2, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_that_see_each_other_under_the_plan_are_refused(name: str) -> None:
+    mask, layout, samples, refused = SAMPLES[name]
+    plan = Plan(mask, layout)
+    assert any(samples_meet(plan, rank, samples) for rank in range(plan.ranks)) == refused
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
