@@ -6,7 +6,8 @@ that only show after some steps it is tried again at the 16th such call.
 
 If ranks meet in a model's forward, in FSDP's gathers or DDP's buffers, each rank must run it equally often. So whether
 such a model is tried, and how often, follows from facts that all ranks know: training mode, and the plan if only its
-ranks meet. Arguments do not decide, as they may differ between ranks.
+ranks meet. Arguments do not decide, as they may differ between ranks: a rank that is called in a new way tries other
+models alone, and the next exchange tells the others if it refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from seqpar.integrations.probe.compare import Verdict
 from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic, awakened
 from seqpar.integrations.probe.trial import READINGS, try_model
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
 
 AGAIN = 16  # the call at which a model that passed is tried once more
@@ -47,7 +49,10 @@ _together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose for
 
 
 class ModelCall:
-    """A call of a model, to be tried unless one like it was. key: the way in which the model is called."""
+    """A call of a model, to be tried unless one like it was.
+
+    key: the way in which the model is called, or whether it is training, which all ranks know and so try at a time.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, comm: Comm, key: Hashable) -> None:
         self.model, self.plan, self.comm, self.key = model, plan, comm, key
@@ -61,6 +66,7 @@ class ModelCall:
         self.once = self.together and comm.size != dist.get_world_size()
         if self.together:
             self.key = model.training
+        self.shared = isinstance(self.key, bool)  # whether all ranks try it at a time
         if self.once:  # ranks of other comms, with other plans, may be in the same forward
             self.sizes = frozenset({("any", 0)})
 
@@ -106,7 +112,16 @@ class ModelCall:
             self.model, run, args, kwargs, positions, replacing, gather=self._gather, readings=readings, alone=False
         )
 
-    def of_all(self, verdict: Verdict) -> Verdict:
+    def judged(self, verdict: Verdict) -> Verdict:
+        """The verdict, the common one if all ranks try it. Raises NotImplementedError on every rank if one refuses."""
+        if self.shared:
+            verdict = self._of_all(verdict)
+        if verdict.reason:
+            with nullcontext() if self.shared else errors_on_all_ranks("sdpa", self.comm):
+                raise self.refusal(verdict.reason)
+        return verdict
+
+    def _of_all(self, verdict: Verdict) -> Verdict:
         """The ranks' common verdict, the same on each. A collective."""
         verdicts = self._gather(verdict)
         reason = next((other.reason for other in verdicts if other.reason), "")
@@ -116,10 +131,11 @@ class ModelCall:
     def _gather(self, value: Any) -> list[Any]:
         return self.comm.gather(f"sdpa: whether {type(self.model).__name__} mixes rows", value)
 
-    def left_to_others(self) -> bool:
-        """Whether this rank has too few rows to show anything, while another has enough."""
+    def is_settled_by(self, verdict: Verdict) -> bool:
+        """Whether such calls need no other trial: rows were seen, or this rank alone has too few to show anything."""
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
-        return rows[self.comm.rank] < 2 <= max(rows)
+        left_to_others = not self.shared and rows[self.comm.rank] < 2 <= max(rows)
+        return not verdict.error and (verdict.saw or left_to_others)
 
     def untried(self, verdict: Verdict) -> str | None:
         """Why the trial shows nothing, None if it shows something."""
@@ -133,8 +149,10 @@ class ModelCall:
         """Remember a call that passed."""
         before = self.known.pop(self.key, CallHistory(calls=1))
         self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)
-        if len(self.known) > KEPT:
-            del self.known[next(iter(self.known))]
+        # what all ranks know is never forgotten, as not all of them would
+        ways = [key for key in self.known if not isinstance(key, bool)]
+        if len(ways) > KEPT:
+            del self.known[ways[0]]
 
     def refusal(self, reason: str) -> NotImplementedError:
         """The error for a model that cannot be computed row by row."""

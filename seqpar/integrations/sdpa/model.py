@@ -16,7 +16,6 @@ from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
 from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
@@ -121,15 +120,8 @@ class _Forward:
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training))
         if not call.is_due():
             return None
-        verdict = call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local))
-        if call.together:
-            verdict = call.of_all(verdict)
-            if verdict.reason:
-                raise call.refusal(verdict.reason)
-        if verdict.reason:
-            with errors_on_all_ranks("sdpa", self.comm):
-                raise call.refusal(verdict.reason)
-        if (verdict.saw or call.left_to_others()) and not verdict.error:
+        verdict = call.judged(call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local)))
+        if call.is_settled_by(verdict):
             call.settle()
         return call.untried(verdict)
 

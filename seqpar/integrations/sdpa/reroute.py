@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType, TracebackType
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.facts.mask import Mask
-from seqpar.integrations.probe.calls import ModelCall, outermost
+from seqpar.integrations.probe.calls import ModelCall, outermost, way_of
 from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
@@ -152,7 +152,8 @@ class Rerouting(TorchFunctionMode):
         self.triangle, self.masked = KnownMask(), KnownMask()
         self.tries = tries and not again
         self.below: FrameType | None = None
-        self.called: dict[nn.Module, tuple[ModelCall, Any, Any] | None] = {}
+        # by module, whether it was training, and the way of the call: what is due, with the call's arguments
+        self.called: dict[tuple[nn.Module, bool, Hashable], tuple[list[ModelCall], Any, Any] | None] = {}
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
@@ -375,24 +376,33 @@ class Rerouting(TorchFunctionMode):
 
     def _notice(self) -> None:
         """Record the call of a module that attends inside this block, to try it when the block ends."""
-        if (outer := outermost(self.below)) is not None and outer[0] not in self.called:
-            model, args, kwargs = outer
-            call = ModelCall(model, self.plan, self.comm, model.training)
-            self.called[model] = (call, args, kwargs) if call.is_due() else None
+        if (outer := outermost(self.below)) is None:
+            return
+        model, args, kwargs = outer
+        way = way_of(args, kwargs, model.training)
+        if (key := (model, model.training, way)) in self.called:
+            return
+        first = key[:2] not in (known[:2] for known in self.called)
+        calls = [ModelCall(model, self.plan, self.comm, each) for each in (model.training, way)]
+        calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
+        due = [call for call in calls if call.is_due()]
+        self.called[key] = (due, args, kwargs) if due else None
 
     @uncompiled
-    def _try(self, call: ModelCall, args: Any, kwargs: Any) -> None:
-        """Raise NotImplementedError on every rank if the rows of a model do not follow on some."""
-        if call.model.training and (reasons := dropping(call.model) + renorming(call.model)):
-            raise refused(call.model, reasons)
-        verdict = call.try_(call.model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local))
-        verdict = call.of_all(verdict)
-        if verdict.reason:
-            raise call.refusal(verdict.reason)
+    def _try(self, calls: list[ModelCall], args: Any, kwargs: Any) -> None:
+        """Raise NotImplementedError on every rank if the rows of a model do not follow on some.
+
+        calls: the model's, which are due: what all ranks try, and the way that this one is called in.
+        """
+        call, model = calls[0], calls[0].model
+        if call.shared and model.training and (reasons := dropping(model) + renorming(model)):
+            raise refused(model, reasons)
+        verdict = call.judged(call.try_(model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local)))
+        if call.is_settled_by(verdict):
+            for each in calls:
+                each.settle()
         if why := call.untried(verdict):
-            warn_untried(call.model, why)
-        elif verdict.saw:
-            call.settle()
+            warn_untried(model, why)
 
     def _again(self, first: int) -> Callable[[], Rerouting]:
         def again() -> Rerouting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from types import SimpleNamespace
@@ -264,21 +265,50 @@ def test_what_is_tried_leaves_no_trace_in_arguments_tensors_and_generators(way: 
         assert others == traces
 
 
+class Pooling(nn.Module):
+    """A block, and the mean of rows where a flag asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, pooled: Any) -> Tensor:
+        return self.block(x) + (x.mean(1, keepdim=True) if pooled in (1, "yes") else 0.0)
+
+
+@pytest.mark.parametrize("way", ["parallelize", "block", "a block each"])
 @pytest.mark.parametrize("flags", [(0, 1), (False, True), ("no", "yes"), (0, True)])
-def test_a_model_is_tried_again_with_another_flag(flags: tuple[Any, Any]) -> None:
-    class Pooling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
+def test_a_model_is_tried_again_with_another_flag(flags: tuple[Any, Any], way: str) -> None:
+    model, x, comm = made(Pooling), torch.randn(1, TOKENS, E).double(), LocalComm()
+    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
+    if way == "parallelize":
+        parallelize(model, comm, plan=plan)
+    block = seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext()
+    each = seqpar.sdpa(plan, comm) if way == "a block each" else contextlib.nullcontext()
+    with pytest.raises(NotImplementedError, match="Pooling cannot be computed on several ranks"), block:
+        for flag in (flags[0], flags[0], flags[1]):
+            with each:
+                model(x, flag)
 
-        def forward(self, x: Tensor, pooled: Any) -> Tensor:
-            return self.block(x) + (x.mean(1, keepdim=True) if pooled in (1, "yes") else 0.0)
 
-    model, x = made(Pooling), torch.randn(1, TOKENS, E).double()
-    parallelize(model, LocalComm(), plan=Plan(MASK, Layout.contiguous(TOKENS, 1)))
-    model(x, flags[0])
-    with pytest.raises(NotImplementedError, match="Pooling cannot be computed on several ranks"):
-        model(x, flags[1])
+def test_a_rank_that_is_called_in_a_way_of_its_own_lets_no_other_wait() -> None:
+    model, x = made(Pooling), torch.randn(TOKENS, E).double()
+
+    def rank(comm: Comm) -> list[str]:
+        own, plan, said = copy.deepcopy(model), Plan(MASK, Layout.contiguous(TOKENS, 2)), []
+        for flag in (0, 2, "no", 1) if comm.rank else (0, 0, 0, 0, 0):
+            try:
+                with seqpar.sdpa(plan, comm):
+                    own(seqpar.shard(x, plan, comm.rank)[None], flag)
+                said.append("right")
+            except (NotImplementedError, ValueError) as error:
+                assert "Pooling cannot be computed on several ranks" in str(error)
+                said.append(type(error).__name__)
+        return said
+
+    alone, other = run_threads(2, rank, timeout=20.0)
+    assert other == ["right"] * 3 + ["NotImplementedError"]
+    assert alone == ["right"] * 4 + ["ValueError"]  # what comes next tells the others
 
 
 @pytest.mark.parametrize("way", ["block", "parallelize"])
