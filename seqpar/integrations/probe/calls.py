@@ -126,21 +126,23 @@ class ModelCall:
         verdicts = self._gather(verdict)
         reason = next((other.reason for other in verdicts if other.reason), "")
         error = next((other.error for other in verdicts if other.error), "")
-        return Verdict(reason, error, any(other.saw for other in verdicts))
+        return Verdict(reason, error, *(any(told) for told in zip(*(other[2:] for other in verdicts))))
 
     def _gather(self, value: Any) -> list[Any]:
         return self.comm.gather(f"sdpa: whether {type(self.model).__name__} mixes rows", value)
 
     def is_settled_by(self, verdict: Verdict) -> bool:
-        """Whether such calls need no other trial: rows were seen, or this rank alone has too few to show anything."""
+        """Whether such calls need no other trial: it saw rows, there were none to see, or another rank has more."""
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
         left_to_others = not self.shared and rows[self.comm.rank] < 2 <= max(rows)
-        return not verdict.error and (verdict.saw or left_to_others)
+        return not verdict.error and (verdict.saw or verdict.blind or left_to_others)
 
     def untried(self, verdict: Verdict) -> str | None:
         """Why the trial shows nothing, None if it shows something."""
         if verdict.error:
             return f"trying it with its rows in another order failed: {verdict.error}"
+        if verdict.blind and not verdict.saw and self.comm.size > 1:
+            return "none of its arguments has a dim of its rank's rows, which a trial would put in another order"
         if self.comm.size == 1 or any(self.plan.rows(rank) > 1 for rank in range(self.plan.ranks)):
             return None
         return f"a trial changes the order of a rank's rows, and no rank has two of the plan's {self.plan.mask.tokens}"

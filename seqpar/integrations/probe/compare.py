@@ -21,11 +21,13 @@ class Verdict(NamedTuple):
     """The result of the runs.
 
     reason: why the model is refused, or "". error: why that is unknown, or "". saw: whether any rows were permuted.
+    blind: whether a rank has several rows, and the arguments none of them.
     """
 
     reason: str = ""
     error: str = ""
     saw: bool = True
+    blind: bool = False
 
 
 def compare(

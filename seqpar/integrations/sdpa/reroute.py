@@ -39,6 +39,7 @@ from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
+from seqpar.train import check_model
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -395,8 +396,10 @@ class Rerouting(TorchFunctionMode):
         calls: the model's, which are due: what all ranks try, and the way that this one is called in.
         """
         call, model = calls[0], calls[0].model
-        if call.shared and model.training and (reasons := dropping(model) + renorming(model)):
-            raise refused(model, reasons)
+        if call.shared:
+            check_model(model)
+            if model.training and (reasons := dropping(model) + renorming(model)):
+                raise refused(model, reasons)
         verdict = call.judged(call.try_(model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local)))
         if call.is_settled_by(verdict):
             for each in calls:

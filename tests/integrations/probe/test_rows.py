@@ -329,6 +329,68 @@ def test_ranks_of_one_row_each_are_warned_that_nothing_was_tried(way: str) -> No
         run_threads(2, rank)
 
 
+class Strips(nn.Module):
+    """A ViT that makes its rows of a strip of an image."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.patches = norm, nn.Conv2d(3, E, 4, 4)
+        self.block = nn.TransformerEncoderLayer(E, H, E, 0.0, batch_first=True)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.block(self.patches(self.norm(image)).flatten(2).transpose(1, 2))
+
+
+def strips(comm: Comm, model: nn.Module, way: str) -> Tensor:
+    """What a rank makes of its strip, twice."""
+    plan, own = Plan(Mask([60], causal=False), Layout.contiguous(60, comm.size)), copy.deepcopy(model)
+    image = torch.randn(1, 3, 40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    handle = parallelize(own, comm, plan=plan) if way == "parallelize" else contextlib.nullcontext()
+    with handle:
+        for _ in range(2):
+            block = contextlib.nullcontext() if way == "parallelize" else seqpar.sdpa(plan, comm)
+            with block:
+                out = own(image.chunk(comm.size, 2)[comm.rank])
+    return out
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_a_model_that_makes_its_rows_itself_warns_that_nothing_was_tried(way: str) -> None:
+    model = made(lambda: Strips(nn.Identity()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = strips(LocalComm(), model, way)
+    with pytest.warns(UserWarning, match="none of its arguments has a dim of its rank's rows") as warned:
+        found = run_threads(2, strips, model, way)
+    assert len(warned) == 2, "a rank warns once"
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_statistics_over_an_image_are_refused_though_nothing_can_be_tried(way: str) -> None:
+    model = made(lambda: Strips(nn.BatchNorm2d(3)))
+    with pytest.raises(NotImplementedError, match=r"norm \(BatchNorm2d\): statistics over the tokens of one rank"):
+        run_threads(2, strips, model, way)
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_a_rank_with_one_row_beside_others_warns_of_nothing(way: str) -> None:
+    model, plan = made(ALONE["positions given"]), Plan(Mask([5]), Layout.from_pieces([0, 4], [4, 1], [0, 1], 2))
+
+    def rank(comm: Comm) -> None:
+        own, at = copy.deepcopy(model), torch.from_numpy(plan.rope_positions(comm.rank))[None]
+        if way == "parallelize":
+            parallelize(own, comm, plan=plan)
+            own(at, at)
+        else:
+            with seqpar.sdpa(plan, comm):
+                own(at, at)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_threads(2, rank)
+
+
 def test_sizes_that_are_equal_by_accident_are_no_rows() -> None:
     class Modulated(nn.Module):
         def __init__(self) -> None:
