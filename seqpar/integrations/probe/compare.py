@@ -88,10 +88,7 @@ def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None,
         pairs = [(x, y) for x, y in pairs if -1 not in x]
     if fewer:
         pairs = [(x, y) for x, y in pairs if x.keys() & y.keys()]
-    return all(
-        any(_close(x[dim], y[dim], rough) for dim in x.keys() & y.keys()) or (-1 in x and x[-1].numel() == 1)
-        for x, y in pairs
-    )
+    return all(any(_close(x[dim], y[dim], rough) for dim in x.keys() & y.keys()) for x, y in pairs)
 
 
 def _has_rows(event: Event) -> bool:

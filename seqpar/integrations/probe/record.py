@@ -66,6 +66,7 @@ class RunRecord:
 
     def _event(self, rows: ShuffledRows | FewerRows, kind: str, name: str, tensors: Iterable[Any], by: str) -> Event:
         plain = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.numel()]
+        plain = [x for x in plain if x.dim()]  # a tensor without dims is a loss
         samples = [rows.sample(x, second=self.second) for x in plain]
         unmoved = [] if self.second else [rows.sample(x, second=True) for x in plain]
         return Event(kind, name, by, samples, unmoved)

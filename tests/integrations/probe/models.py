@@ -86,6 +86,13 @@ class Pooled(Model):
         return super().forward(ids, positions).mean(1)
 
 
+class Rewarded(Model):
+    """A model that returns a number for a sequence, its last token's."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        return super().forward(ids, positions)[:, -1, :1]
+
+
 class Wave(Model):
     """A model that returns complex numbers, of which the imaginary parts are sums over rows."""
 
@@ -253,6 +260,7 @@ MIXING: dict[str, tuple[Case, str]] = {
     "a result of one's own": (lambda: Summed(lambda m, x, p: x), "what Summed returns"),
     "weights rescaled": (lambda: Model(lambda m, x, p: x + m.part(p), nn.Embedding(64, E, max_norm=1.0)), "max_norm"),
     "imaginary parts": (lambda: Wave(lambda m, x, p: x + m.places(p)), "what Wave returns"),
+    "one number": (lambda: Rewarded(lambda m, x, p: x + m.places(p)), "what Rewarded returns"),
     "one result": (lambda: Pooled(lambda m, x, p: x + m.places(p)), "what Pooled returns"),
 }  # fmt: skip
 
