@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from seqpar.integrations.probe.nested import leaves
 from seqpar.integrations.probe.rows import FewerRows, Sample, ShuffledRows
+from seqpar.nn.rounding import LOW
 from seqpar.nn.saved_state import Buffers
 
 RESULT = "result"
@@ -30,7 +31,8 @@ RESULT = "result"
 class Event(NamedTuple):
     """Samples of the tensors that a module gets (from module ``by``), returns, or attends over.
 
-    unmoved: samples of the first run at the second run's places; equal to its own samples where nothing moved.
+    unmoved: samples of the first run at the second run's places; equal to its own samples where nothing moved. ranges:
+    over all places, of tensors that decide.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Event(NamedTuple):
     by: str
     samples: list[Sample]
     unmoved: list[Sample]
+    ranges: list[Sample]
 
 
 class RunRecord:
@@ -69,7 +72,10 @@ class RunRecord:
         plain = [x for x in plain if x.dim()]  # a tensor without dims is a loss
         samples = [rows.sample(x, second=self.second) for x in plain]
         unmoved = [] if self.second else [rows.sample(x, second=True) for x in plain]
-        return Event(kind, name, by, samples, unmoved)
+        decides = kind == "attends over" or by == RESULT
+        # in half precision one row may lie apart
+        ranges = [rows.ranges(x, second=self.second) if decides and x.dtype not in LOW else {} for x in plain]
+        return Event(kind, name, by, samples, unmoved, ranges)
 
     def note_attention(self, *tensors: Tensor) -> None:
         """Record queries, keys and values."""

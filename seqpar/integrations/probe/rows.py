@@ -4,12 +4,14 @@
     second run     2 0 2 1 0 1 2 0    rows of the half with the smaller positions, shuffled, some repeated
     fewer rows     0 1 2 4 6          the rows of the second run, and some more
 
-A sample has `ELEMENTS` elements of each of `PLACES` places of the second run, taken from a tensor of any run.
+A sample has `ELEMENTS` elements of each of `PLACES` places of the second run, taken from a tensor of any run. A range
+has the smallest and the largest weighted sum of a row's elements over all its places, so that one place is not missed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from seqpar.facts.value import Ints
 
 PLACES, ELEMENTS = 64, 128
+CHUNK = 1 << 20  # elements that are summed at a time
 
 Sample = dict[int, Tensor]  # dim of the rows -> elements [places, ...]; under -1 those of a tensor without rows
 
@@ -37,7 +40,7 @@ class ShuffledRows:
     """
 
     # By the size of a dim of rows (one sample or all of them): the first-run row of every place of the second run, and
-    # the places that are compared.
+    # the places in samples.
     sources: dict[int, Ints]
     places: dict[int, Ints]
 
@@ -51,6 +54,7 @@ class ShuffledRows:
         if samples > 1:
             self.sources[count] = (np.arange(samples)[:, None] * unit + source).ravel()
         self.places = {size: _places(size, unit, random) for size in self.sources}
+        self._lengthened = False  # whether that place got the longest position
 
     def dims(self, x: Tensor) -> list[int]:
         """The dims of a tensor that may index these rows."""
@@ -65,6 +69,7 @@ class ShuffledRows:
             # numbers up to 1 need not be positions
             if own[:size].max() > 1 and bool((rows == torch.from_numpy(own[:size]).to(x.device)[:, None]).all()):
                 second.select(dim, self.unit // 2).fill_(longest)
+                self._lengthened = True
         return second
 
     def sample(self, x: Tensor, *, second: bool) -> Sample:
@@ -76,6 +81,23 @@ class ShuffledRows:
                 at = self.sources[x.shape[dim]][at]
             sample[dim] = _picked(x, dim, at)
         return sample or {-1: _thinned(real(x).reshape(1, -1))}
+
+    def ranges(self, x: Tensor, *, second: bool) -> Sample:
+        """The least and the largest sum [rows, 2] of each row of the second run over all places, from either run."""
+        x, ranges = x.detach(), {}
+        for dim in self.dims(x):
+            source = self.sources[x.shape[dim]]
+            at = np.arange(len(source))
+            at = at[at % self.unit != self.unit // 2] if self._lengthened else at
+            distinct, number = np.unique(source[at], return_inverse=True)
+            if not second:
+                ranges[dim] = _sums(x, dim, distinct)[:, None].expand(-1, 2)
+                continue
+            sums, number = _sums(x, dim, at), torch.from_numpy(number).to(x.device)
+            both = [sums.new_zeros(len(distinct)).scatter_reduce(0, number, sums, how, include_self=False)
+                    for how in ("amin", "amax")]  # fmt: skip
+            ranges[dim] = torch.stack(both, 1)
+        return ranges
 
 
 class FewerRows:
@@ -105,6 +127,10 @@ class FewerRows:
         """The elements that `ShuffledRows.sample` takes of the first run, from a tensor of this one, if it has rows."""
         dims = {dim: self._places[size] for dim, size in enumerate(x.shape) if size in self._places}
         return {dim: _picked(x.detach(), dim, at) for dim, at in dims.items()}
+
+    def ranges(self, x: Tensor, *, second: bool) -> Sample:
+        """None: samples show enough of this run."""
+        return {}
 
 
 class ArgumentRows(NamedTuple):
@@ -163,6 +189,24 @@ def _thinned(x: Tensor) -> Tensor:
     if columns <= ELEMENTS:
         return x.clone()
     return x[:, torch.linspace(0, columns - 1, ELEMENTS, device=x.device).long()]
+
+
+def _sums(x: Tensor, dim: int, at: Ints) -> Tensor:
+    """A weighted sum of the elements of each row [places], as large as one element would be."""
+    rows = x.movedim(dim, 0)
+    dtype = torch.float32 if x.is_floating_point() and x.dtype.itemsize <= 4 else torch.float64
+    weights = _weights(real(rows[:1]).numel(), dtype).to(x.device)
+    index = torch.from_numpy(at).to(x.device)
+    sums = [real(rows[i]).reshape(len(i), -1).to(dtype).nan_to_num(0.0, 0.0, 0.0) @ weights
+            for i in index.split(max(1, CHUNK // len(weights)))]  # fmt: skip
+    return torch.cat(sums) if sums else weights.new_zeros(0)
+
+
+@lru_cache(16)
+def _weights(size: int, dtype: torch.dtype) -> Tensor:
+    """Fixed random weights."""
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    return (drawn / size**0.5).to(dtype)
 
 
 def _places(size: int, unit: int, random: np.random.Generator) -> Ints:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
@@ -405,6 +406,46 @@ def test_sizes_that_are_equal_by_accident_are_no_rows() -> None:
     with seqpar.sdpa(plan, LocalComm()):
         found = model(torch.rand(1, E).double(), torch.randn(1, E, E).double())
     assert found.shape == (1, E, E)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("place", [0, 77, 128, 200, -3])
+def test_one_special_place_among_many_rows_is_found(place: int, samples: int) -> None:
+    class Separated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(E))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x[-1, place] += self.token
+            q = x.unflatten(-1, (H, -1)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+    plan = Plan(Mask([256] * samples, causal=False), Layout.contiguous(256 * samples, 1))
+    model, x = made(Separated), torch.randn(samples, 256, E).double()
+    with pytest.raises(NotImplementedError, match="Separated attends over does not"), seqpar.sdpa(plan, LocalComm()):
+        model(x)
+
+
+def test_rows_with_extreme_elements_follow() -> None:
+    """-inf as of masked logits, one large channel, one feature."""
+    plan, x = Plan(Mask([300], causal=False), Layout.contiguous(300, 1)), torch.randn(1, 300, E)
+    x[..., 3] *= 1e4
+    block = nn.TransformerEncoderLayer(E, H, E, 0.0, batch_first=True)
+    heads = nn.Linear(E, 1), nn.Linear(E, 500)
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.heads = block, nn.ModuleList(heads)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            y = self.block(x)
+            return [self.heads[0](y), self.heads[1](y).masked_fill(torch.arange(500) > 7, -torch.inf), y.argmax(-1)]
+
+    with seqpar.sdpa(plan, LocalComm()):
+        assert len(Logits()(x)) == 3
 
 
 def test_rows_that_follow_by_half_precision_too() -> None:
