@@ -11,6 +11,7 @@ from torch import nn
 OVER_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
 )  # fmt: skip
+OF_CHANNELS = ("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 
 
 def mixing(model: nn.Module) -> list[str]:
@@ -32,10 +33,16 @@ def _over_tokens(module: nn.Module) -> bool:
 
 
 def dropping(model: nn.Module) -> list[str]:
-    """Reasons: it drops whole paths at random, which each rank would do differently."""
+    """Reasons: it drops whole paths or channels of a sequence at random, which each rank would do differently."""
+    reasons = []
     if any("DropPath" in type(m).__name__ and getattr(m, "drop_prob", 1) for m in model.modules()):
-        return ["it drops whole paths of a sequence at random (DropPath)"]
-    return []
+        reasons.append("it drops whole paths of a sequence at random (DropPath)")
+    for what, kinds in ("paths", ("StochasticDepth",)), ("channels", OF_CHANNELS):
+        # in eval these do nothing, whatever their p
+        names = {type(m).__name__ for m in model.modules() if m.training and type(m).__name__ in kinds and m.p}
+        if names:
+            reasons.append(f"it drops whole {what} of a sequence at random ({', '.join(sorted(names))})")
+    return reasons
 
 
 def renorming(model: nn.Module) -> list[str]:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.integrations.probe.calls import ModelCall, way_of
-from seqpar.integrations.probe.inspection import mixing
+from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
 from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
@@ -120,6 +121,9 @@ class _Forward:
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training))
         if not call.is_due():
             return None
+        if model.training and (reasons := dropping(model) + renorming(model)):
+            with errors_on_all_ranks("sdpa", self.comm):
+                raise refused(model, reasons)
         verdict = call.judged(call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local)))
         if call.is_settled_by(verdict):
             call.settle()

@@ -219,6 +219,15 @@ class DropPath(nn.Module):
         return x
 
 
+class StochasticDepth(nn.Module):
+    """torchvision's name of a module that drops whole samples in training."""
+
+    p = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def zeros(module: nn.Module) -> nn.Module:
     nn.init.zeros_(module.weight)
     return module
@@ -248,6 +257,10 @@ MIXING: dict[str, tuple[Case, str]] = {
     ),
     "recurrent module": (lambda: Model(lambda m, x, _: m.part(x)[0], nn.GRU(E, E, batch_first=True)), "part (GRU)"),
     "whole paths": (lambda: Model(lambda m, x, p: m.part(x), DropPath()), "DropPath"),
+    "whole paths of torchvision": (lambda: Model(lambda m, x, p: m.part(x), StochasticDepth()), "StochasticDepth"),
+    "whole channels": (
+        lambda: Model(lambda m, x, p: m.part(x.transpose(1, 2)).transpose(1, 2), nn.Dropout1d(0.5)), "Dropout1d",
+    ),
     "sums so far through a shut gate": (lambda: Model(lambda m, x, _: m.part(x), Gate()), "what part (Gate) returns"),
     "positions that are zeros": (
         lambda: Model(lambda m, x, _: x + m.part(torch.arange(x.shape[1])), zeros(nn.Embedding(64, E))),

@@ -73,6 +73,16 @@ def test_what_computes_every_row_alone_is_exact(name: str, way: str) -> None:
         torch.testing.assert_close(found, model(IDS[None], torch.arange(TOKENS)[None]), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["whole paths of torchvision", "whole channels"])
+def test_what_drops_in_training_alone_runs_in_eval_and_is_refused_when_training_begins(name: str) -> None:
+    model, plan, at = made(MIXING[name][0]).eval(), Plan(MASK, Layout.contiguous(TOKENS, 1)), torch.arange(TOKENS)[None]
+    expected = model(IDS[None], at)
+    parallelize(model, LocalComm(), plan=plan)
+    torch.testing.assert_close(model(IDS[None], at), expected, rtol=0, atol=1e-10)
+    with pytest.raises(NotImplementedError, match="it drops whole"):
+        model.train()(IDS[None], at)
+
+
 class Boxed(nn.Module):
     """A model that takes its arguments in a box."""
 
