@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention.bias import causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import dense_attention, run_threads
-from tests.advice.remedies import advised
+from tests.advice.remedies import advised, default_group
 
 TOKENS, HEADS, DIM = 8, 2, 4
 MASK = Mask([TOKENS])
@@ -271,6 +273,20 @@ def test_nested_tensors_are_given_as_rows_back_to_back() -> None:
     with seqpar.sdpa(plan, LocalComm()):
         out = F.scaled_dot_product_attention(*torch.cat(documents, 2)[:, None], is_causal=True)
     assert torch.allclose(out[0].transpose(0, 1), expected(Mask([3, 5])))
+
+
+def test_heads_on_other_ranks_as_dtensors_are_given_as_parts() -> None:
+    with default_group():
+        mesh = init_device_mesh("cpu", (1,))
+        heads = [distribute_tensor(x[None], mesh, [Shard(1)]) for x in WHOLE.transpose(1, 2)]
+        with (
+            advised(NotImplementedError, "give its .to_local(), and a comm of the ranks that hold the same heads"),
+            seqpar.sdpa(ALONE, LocalComm()),
+        ):
+            F.scaled_dot_product_attention(*heads, is_causal=True)
+        with seqpar.sdpa(ALONE, LocalComm()):
+            out = F.scaled_dot_product_attention(*(x.to_local() for x in heads), is_causal=True)
+    assert torch.allclose(out[0].transpose(0, 1), expected())
 
 
 def test_whole_memory_of_cross_attention_as_long_as_a_shard_is_named_and_stays_on_its_rank() -> None:

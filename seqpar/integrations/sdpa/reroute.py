@@ -40,6 +40,7 @@ from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_wa
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 from seqpar.train import check_model
+from seqpar.train.dtensor import is_dtensor
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -153,7 +154,7 @@ class Rerouting(TorchFunctionMode):
         self.triangle, self.masked = KnownMask(), KnownMask()
         self.tries = tries and not again
         self.below: FrameType | None = None
-        # by module, whether it was training, and the way of the call: what is due, with the call's arguments
+        # calls to be tried, with their arguments, by module, whether it was training, and the way of the call
         self.called: dict[tuple[nn.Module, bool, Hashable], tuple[list[ModelCall], Any, Any] | None] = {}
 
     def __enter__(self) -> Rerouting:
@@ -474,6 +475,12 @@ def _check_kinds(tensors: list[Tensor], mask: Tensor | None) -> None:
     if any(x.is_nested for x in tensors):
         raise NotImplementedError(
             "sdpa: attention of nested tensors; give this rank's rows of all documents back to back, [1, H, T, D]"
+        )
+    if sharded := [x for x in tensors if is_dtensor(x)]:
+        placements = ", ".join(map(str, sharded[0].placements))  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"sdpa: attention of a DTensor {list(sharded[0].shape)} with {placements}, expected the part on this rank; "
+            "give its .to_local(), and a comm of the ranks that hold the same heads"
         )
     if mask is not None and type(mask) not in (Tensor, nn.Parameter):
         raise NotImplementedError(
