@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,31 @@ class Placed(Model):
 
     def forward(self, x: Tensor, places: Tensor) -> Tensor:
         return super().forward(x + places)
+
+
+class Cached(Model):
+    """The model, with the keys of all calls in a dict that it fills."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        q = self.linear(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        cache["keys"] = k = torch.cat([cache["keys"], q], 2) if cache else q
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_a_model_that_fills_a_cache_is_tried_before_its_forward() -> None:
+    x = WHOLE[0].flatten(1)[None]
+    model = Cached()
+    with (
+        advised(
+            UserWarning, "give it to seqpar.parallelize(model, comm, sdpa=True), which tries it before its forward"
+        ),
+        seqpar.sdpa(ALONE, LocalComm()),
+    ):
+        out = model(x, {})
+    cache: dict[str, Tensor] = {}
+    with warnings.catch_warnings(), seqpar.parallelize(model, LocalComm(), sdpa=True, plan=ALONE):
+        warnings.simplefilter("error")
+        assert torch.allclose(model(x, cache), out) and cache["keys"].shape[2] == TOKENS
 
 
 @pytest.mark.parametrize("named", [False, True])

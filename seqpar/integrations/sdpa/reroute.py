@@ -52,6 +52,7 @@ _FUSED = {
     torch._scaled_dot_product_flash_attention, torch._scaled_dot_product_efficient_attention,
     torch._scaled_dot_product_cudnn_attention, torch._scaled_dot_product_flash_attention_for_cpu,
 }  # fmt: skip
+_NEVER_FILLED = (Tensor, bool, int, float, str, type(None))
 
 
 def sdpa(
@@ -406,6 +407,11 @@ class Rerouting(TorchFunctionMode):
             for each in calls:
                 each.settle()
         if why := call.untried(verdict):
+            if verdict.error and not all(isinstance(x, _NEVER_FILLED) for x in (*args, *kwargs.values())):
+                why += (
+                    ", when arguments that the forward fills, such as a cache, were full already; give it to "
+                    "seqpar.parallelize(model, comm, sdpa=True), which tries it before its forward"
+                )
             warn_untried(model, why)
 
     def _again(self, first: int) -> Callable[[], Rerouting]:
