@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -73,6 +74,21 @@ def test_what_computes_every_token_alone_is_exact(name: str, way: str) -> None:
         expected = model(torch.arange(TOKENS)[None] * 7 % VOCABULARY, use_cache=False).logits
     found = torch.cat(run_threads(2, logits, model, way), 1)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_generate_runs_where_the_model_is_as_before() -> None:
+    model = build(*ALONE["llama"]).eval()
+    prompts = [torch.arange(2, 9)[None], torch.arange(4, 8)[None]]
+    expected = [model.generate(prompt, max_new_tokens=4, do_sample=False) for prompt in prompts]
+
+    def rank(comm: Comm) -> bool:
+        own = copy.deepcopy(model)
+        handle = seqpar.parallelize(own, comm, sdpa=True)
+        with handle.local():
+            found = own.generate(prompts[comm.rank], max_new_tokens=4, do_sample=False)
+        return torch.equal(found, expected[comm.rank])
+
+    assert all(run_threads(2, rank))
 
 
 # --- what a refusal recommends: where it is right, see `tests.advice` -------------------------------------------------
