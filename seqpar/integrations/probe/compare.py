@@ -90,8 +90,21 @@ def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None,
     if way is not None and (a.kind != "returns" or _has_rows(a) or not _got_rows(a, way)):
         pairs = [(x, y) for x, y in pairs if -1 not in x]
     if fewer:
-        pairs = [(x, y) for x, y in pairs if x.keys() & y.keys()]
+        pairs = [both for both in (_left(x, y) for x, y in pairs) if both[0]]
     return all(any(_close(x[dim], y[dim], rough) for dim in x.keys() & y.keys()) for x, y in pairs)
+
+
+def _left(first: Sample, fewer: Sample) -> tuple[Sample, Sample]:
+    """The rows of both samples that a run with fewer rows has; samples of other sizes as they are."""
+    one, other = dict[int, Tensor](), dict[int, Tensor]()
+    for dim in first.keys() & fewer.keys():
+        a, b = first[dim], fewer[dim]
+        at = ~b.isnan().all(1)
+        if len(a) != len(b):
+            one[dim], other[dim] = a, b
+        elif bool(at.any()):
+            one[dim], other[dim] = a[at], b[at]
+    return one, other
 
 
 def _within(sample: Sample, first: Sample, second: Sample) -> bool:

@@ -54,6 +54,7 @@ class RunRecord:
         self.model, self.rows, self.second, self.failure = model, rows, second, ""
         self.fewer = isinstance(rows, FewerRows)
         self.changed: Buffers = {}
+        self.largest: list[int] = []  # rows with the largest elements of some tensor
         self.events: list[Event] = []
         self._modules: list[str] = []  # names of modules being computed
 
@@ -73,6 +74,8 @@ class RunRecord:
         samples = [rows.sample(x, second=self.second) for x in plain]
         unmoved = [] if self.second else [rows.sample(x, second=True) for x in plain]
         decides = kind == "attends over" or by == RESULT
+        if not self.second and kind != "returns":  # another module gets it
+            self.largest += [row for x in plain for row in rows.largest(x)]
         # in half precision one row may lie apart
         ranges = [rows.ranges(x, second=self.second) if decides and x.dtype not in LOW else {} for x in plain]
         return Event(kind, name, by, samples, unmoved, ranges)

@@ -2,7 +2,7 @@
 
     first run      0 1 2 3 4 5 6 7    rows as given
     second run     2 0 2 1 0 1 2 0    rows of the half with the smaller positions, shuffled, some repeated
-    fewer rows     0 1 2 4 6          the rows of the second run, and some more
+    fewer rows     0 1 4 6            most rows of the second run, and some more
 
 A sample has `ELEMENTS` elements of each of `PLACES` places of the second run, taken from a tensor of any run. A range
 has the smallest and the largest weighted sum of a row's elements over all its places, so that one place is not missed.
@@ -54,6 +54,7 @@ class ShuffledRows:
         if samples > 1:
             self.sources[count] = (np.arange(samples)[:, None] * unit + source).ravel()
         self.places = {size: _places(size, unit, random) for size in self.sources}
+        self._distinct = {size: np.unique(source) for size, source in self.sources.items()}
         self._lengthened = False  # whether that place got the longest position
 
     def dims(self, x: Tensor) -> list[int]:
@@ -82,6 +83,17 @@ class ShuffledRows:
             sample[dim] = _picked(x, dim, at)
         return sample or {-1: _thinned(real(x).reshape(1, -1))}
 
+    def largest(self, x: Tensor) -> list[int]:
+        """The row with the largest element, of those in the second run and from a tensor of the first; for each dim."""
+        found: list[int] = []
+        if not x.is_floating_point() or x.dtype.itemsize == 1:
+            return found
+        for size, dim in {x.shape[dim]: dim for dim in self.dims(x)}.items():
+            distinct = self._distinct[size]
+            rows = x.detach().index_select(dim, torch.from_numpy(distinct).to(x.device)).movedim(dim, 0)
+            found.append(int(distinct[int(rows.flatten(1).abs().amax(1).argmax())]) % self.unit)
+        return found
+
     def ranges(self, x: Tensor, *, second: bool) -> Sample:
         """The least and the largest sum [rows, 2] of each row of the second run over all places, from either run."""
         x, ranges = x.detach(), {}
@@ -101,32 +113,43 @@ class ShuffledRows:
 
 
 class FewerRows:
-    """A first run's rows without some that are in no sample.
+    """A first run's rows without some, mostly those that are in no sample.
 
-    size: remaining rows of a unit; 0 if no number will do. avoid: sizes of other dims, which it must not equal.
+    largest: rows with largest elements; some of them are left out too, as a scale may follow from one alone. size:
+    remaining rows of a unit; 0 if no number will do. avoid: sizes of other dims, which it must not equal.
     """
 
-    def __init__(self, rows: ShuffledRows, avoid: set[int]) -> None:
+    def __init__(self, rows: ShuffledRows, avoid: set[int], largest: list[int]) -> None:
         needed, half = np.unique(rows.sources[rows.unit]), rows.unit // 2
-        sizes = range(max(2, len(needed), half), min(rows.unit, half + 64))
+        out = np.array(list(dict.fromkeys(largest))[: len(needed) // 2], np.int64)
+        needed = np.setdiff1d(needed, out)
+        sizes = range(max(2, len(needed), half), min(rows.unit - max(1, len(out)) + 1, half + 64))
         self.size = next((n for n in sizes if n not in avoid), 0)
-        more = np.setdiff1d(np.arange(rows.unit), needed)[: self.size - len(needed)]
+        more = np.setdiff1d(np.arange(rows.unit), [*needed, *out])[: self.size - len(needed)]
         left = np.sort(np.concatenate([needed, more]))
         self._left: dict[int, Ints] = {}  # by the size before
-        self._places: dict[int, Ints] = {}  # by the size after: the places of a sample's rows
+        self._places: dict[int, Ints] = {}  # by the size after: the places of a sample's rows, -1 where they are out
         for size, source in rows.sources.items() if self.size else ():
             of_all_samples = (np.arange(size // rows.unit)[:, None] * rows.unit + left).ravel()
             self._left[size] = of_all_samples
-            self._places[len(of_all_samples)] = np.searchsorted(of_all_samples, source[rows.places[size]])
+            sampled = source[rows.places[size]]
+            at = np.searchsorted(of_all_samples, sampled)
+            self._places[len(of_all_samples)] = np.where(np.isin(sampled, of_all_samples), at, -1)
 
     def shortened(self, x: Tensor, dim: int) -> Tensor:
         """The argument with fewer rows in place of x."""
         return x.index_select(dim, torch.from_numpy(self._left[x.shape[dim]]).to(x.device))
 
     def sample(self, x: Tensor, *, second: bool) -> Sample:
-        """The elements that `ShuffledRows.sample` takes of the first run, from a tensor of this one, if it has rows."""
-        dims = {dim: self._places[size] for dim, size in enumerate(x.shape) if size in self._places}
-        return {dim: _picked(x.detach(), dim, at) for dim, at in dims.items()}
+        """The elements that `ShuffledRows.sample` takes of the first run, from a tensor of this one, if it has rows.
+
+        Rows that are out are NaN.
+        """
+        sample = {}
+        for dim, at in ((dim, self._places[size]) for dim, size in enumerate(x.shape) if size in self._places):
+            sample[dim] = _picked(x.detach(), dim, np.maximum(at, 0)).double()
+            sample[dim][torch.from_numpy(at < 0).to(x.device)] = torch.nan
+        return sample
 
     def ranges(self, x: Tensor, *, second: bool) -> Sample:
         """None: samples show enough of this run."""

@@ -119,7 +119,8 @@ class _Trial(NamedTuple):
     def _with_fewer(self, first: RunRecord, reading: ArgumentRows) -> Verdict:
         """The verdict on fewer rows; empty if the model does not accept them."""
         sizes = {n for x in (*self.tensors.values(), *self.model.parameters()) for n in x.shape}
-        fewer = FewerRows(reading.rows, sizes)
+        given = [row for i in reading.dims for row in reading.rows.largest(self.tensors[i])]
+        fewer = FewerRows(reading.rows, sizes, given + first.largest)
         record = RunRecord(self.model, fewer, second=True)
         dims = reading.dims if fewer.size else {}
         others = {id(self.tensors[i]): fewer.shortened(self.tensors[i], dim) for i, dim in dims.items()}

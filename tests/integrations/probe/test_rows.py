@@ -458,6 +458,53 @@ def test_rows_with_extreme_elements_follow() -> None:
         assert len(Logits()(x)) == 3
 
 
+@pytest.mark.parametrize("tokens", [4, 9, 22, 100])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_scale_from_one_row_is_found_wherever_that_row_is(inside: bool, tokens: int) -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.block = nn.Linear(E, E), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x) if inside else x
+            scale = x.abs().max() / 127
+            return self.block((x / scale).round() * scale)
+
+    model, plan = made(Quantised), Plan(Mask([tokens]), Layout.contiguous(tokens, 1))
+    x = torch.randn(1, tokens, E, generator=torch.Generator().manual_seed(0)).double()
+    for row in range(tokens):
+        largest = torch.where(torch.arange(tokens) == row, 2.0, 1.0)[:, None]
+        comm = LocalComm()  # tried again
+        with pytest.raises(NotImplementedError, match="Quantised cannot be"), seqpar.sdpa(plan, comm):
+            model(x * largest)
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+@pytest.mark.parametrize("lengths", [[E // 2] * 2, [E]])
+def test_samples_whose_rows_are_as_many_as_features_are_tried(lengths: list[int], way: str) -> None:
+    model, x = made(Attending), torch.randn(2, E // 2, E).double()
+    plan, comm = Plan(Mask(lengths, causal=False), Layout.contiguous(E, 1)), LocalComm()
+    expected = model(x)
+    alone = len(lengths) == 2
+    with contextlib.nullcontext() if alone else pytest.raises(ValueError, match="do not see each other"):
+        handle = parallelize(model, comm, plan=plan) if way == "parallelize" else seqpar.sdpa(plan, comm)
+        with handle:
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-10)
+
+
+class Attending(nn.Module):
+    """Attention of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 def test_rows_that_follow_by_half_precision_too() -> None:
     model = made(ALONE["experts"]).bfloat16()
     with seqpar.sdpa(Plan(MASK, Layout.contiguous(TOKENS, 1)), LocalComm()):
