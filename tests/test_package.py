@@ -94,13 +94,13 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": "checkpoint dropout rounding wrap saved_state fingerprint source attention multihead __init__",
+    "nn": "checkpoint dropout kinds rounding wrap saved_state fingerprint source attention multihead __init__",
     "integrations": """
         adapters hf hf/config probe
         probe/nested probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
-        hf/kinds hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/generation
+        hf/mask hf/shape hf/weights hf/planning hf/worth hf/ahead hf/attention hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted

@@ -26,6 +26,7 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
+from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.handles import in_graph
@@ -61,9 +62,7 @@ def parallelize(
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
     for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.
     """
-    # fully_shard changes the class of a model to a new subclass
-    kinds = [kind.__name__ for kind in type(model).__bases__]
-    name = kinds[1] if kinds[0] == "FSDPModule" else type(model).__name__
+    name = name_of(model)
     if spec is None:
         spec = SPECS.get(name)
         if spec is None:

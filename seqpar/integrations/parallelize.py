@@ -83,8 +83,9 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
 
 def _has_spec(model: nn.Module) -> bool:
     from seqpar.dsp.specs import SPECS
+    from seqpar.nn.kinds import name_of
 
-    return type(model).__name__ in SPECS
+    return name_of(model) in SPECS
 
 
 # Wrappers of a parallel model, by their modules; the error names them.

@@ -20,15 +20,19 @@ RANKS = 2
 def wrapped(comm: Comm, how: str, name: str) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the averaged gradients, of a model in a wrapper."""
     model, given = made(name, torch.float32)
-    seqpar.parallelize(model, comm)
+    whole: nn.Module = model
+    if how != "fsdp first":
+        seqpar.parallelize(model, comm)
     if how == "ddp":
-        whole: nn.Module = DistributedDataParallel(model)
+        whole = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh("cpu", (comm.size,))
         blocks = model.blocks if name == "wan" else (*model.transformer_blocks, *model.single_transformer_blocks)
         for block in blocks:
             fully_shard(block, mesh=mesh)
         whole = fully_shard(model, mesh=mesh)
+    if how == "fsdp first":
+        seqpar.parallelize(model, comm)
     for _ in range(2):  # the second pass finds what the first one left sharded
         model.zero_grad()
         _, loss = loss_of(whole, given)
@@ -37,8 +41,8 @@ def wrapped(comm: Comm, how: str, name: str) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), {key: getattr(g, "full_tensor", lambda g=g: g)() for key, g in grads.items()}
 
 
-@pytest.mark.parametrize("how, name", [("ddp", "wan"), ("fsdp", "flux")])
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how, name", [("ddp", "wan"), ("fsdp", "flux"), ("fsdp first", "flux")])
+@pytest.mark.sampled(3)
 def test_wrappers_that_average(how: str, name: str) -> None:
     model, given = made(name, torch.float32)
     _, expected = loss_of(model, given)

@@ -32,6 +32,7 @@ from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentions, check_alone
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
+from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import gathering
@@ -54,9 +55,9 @@ def parallelize(
     residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights at
     the first forward differ between ranks.
     """
-    recipe = RECIPES.get(type(model).__name__)
+    recipe = RECIPES.get(name_of(model))
     if recipe is None:
-        raise NotImplementedError(_unknown(type(model).__name__))
+        raise NotImplementedError(_unknown(name_of(model)))
     check_makes_plans(model, plan, "(mask, layout)")
     numerics = Numerics.checked(accuracy, deterministic)
     check_alone(model)
@@ -98,10 +99,10 @@ def _compared(
     recipe: ModelRecipe, sharing: Sharing, model: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], TokenCounts]:
     """The arguments by name, which all ranks have alike, and their numbers of tokens."""
-    refuse_transforms(f"parallelize({type(model).__name__})")
+    refuse_transforms(f"parallelize({name_of(model)})")
     with gathering("diffusers: forward", sharing.comm) as facts:
         if len(args) > 1:
-            raise TypeError(f"diffusers: {type(model).__name__} takes one positional argument, got {len(args)}")
+            raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")
         if args:
             arguments["hidden_states"] = args[0]
         recipe.check(model, arguments)

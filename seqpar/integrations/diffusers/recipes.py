@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.tokens import TokenCounts
 from seqpar.nn.dropout import active_dropout
+from seqpar.nn.kinds import name_of
 
 
 def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -24,7 +25,7 @@ def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def check_alone(model: nn.Module) -> None:
     """Raise NotImplementedError for a model under another wrapper of diffusers, whose hooks would surround ours."""
-    name = type(model).__name__
+    name = name_of(model)
     if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
             f"diffusers: {name} is under enable_parallelism, which shares its tokens too; create it without that"
@@ -68,7 +69,7 @@ class ModelRecipe:
         """Raise NotImplementedError for arguments and settings that cannot be shared."""
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
         if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
-            raise NotImplementedError(f"diffusers: {type(model).__name__} with {', '.join(missing)} is not supported")
+            raise NotImplementedError(f"diffusers: {name_of(model)} with {', '.join(missing)} is not supported")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
                 raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not supported")
@@ -88,7 +89,7 @@ class ModelRecipe:
         for name, supported in self.settings.items():
             if (value := model.config[name]) not in supported:  # type: ignore[index]
                 raise NotImplementedError(
-                    f"diffusers: {type(model).__name__} with {name}={value!r:.200}, expected one of {supported}"
+                    f"diffusers: {name_of(model)} with {name}={value!r:.200}, expected one of {supported}"
                 )
 
     def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:

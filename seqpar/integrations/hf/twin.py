@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.integrations.hf.attention import implementation
-from seqpar.integrations.hf.kinds import kind_of, name_of
+from seqpar.nn.kinds import kind_of, name_of
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights

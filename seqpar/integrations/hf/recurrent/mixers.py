@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.integrations.hf.attention import planned
-from seqpar.integrations.hf.kinds import name_of
+from seqpar.nn.kinds import name_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
 from seqpar.integrations.hf.recurrent.lightning import lightning
