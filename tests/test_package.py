@@ -94,7 +94,9 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": "checkpoint dropout kinds rounding wrap saved_state fingerprint source attention multihead __init__",
+    "nn": """
+        checkpoint dropout kinds foreign_hooks rounding wrap saved_state fingerprint source attention multihead __init__
+    """,
     "integrations": """
         adapters hf hf/config probe
         probe/nested probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls

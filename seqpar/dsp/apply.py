@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.dsp.checks import NoDraws, check_block, check_caches, check_modules, check_results, matches, noting_changes
+from seqpar.dsp.checks import NoDraws, check_block, check_modules, check_results, matches, noting_changes
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
@@ -26,6 +26,7 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
+from seqpar.nn.foreign_hooks import CACHING, check_hooks
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
@@ -84,7 +85,7 @@ class Parallelized(ParallelModel):
         self, model: nn.Module, comm: Comm, spec: Spec, grad: str, make_plan: MakeStagePlan, check_inputs: bool
     ) -> None:
         refuse_unready(model)
-        check_caches(model.modules())
+        check_hooks(model, CACHING)
         check_makes_plans(model, make_plan, "(stages, dims, ranks, end=, training=)")
         super().__init__(model, comm)
         self.spec, self.grad, self.make_plan, self.check_inputs = spec, grad, make_plan, check_inputs
@@ -317,13 +318,13 @@ class Parallelized(ParallelModel):
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
 
     def _check_changes(self, model: nn.Module, seen: _Seen) -> None:
-        """Raise for modules changed since, for active dropout, and for caches that decide by a share."""
+        """Raise for modules changed since, for active dropout, and for hooks that see a share."""
         modules = list(model.modules())
         if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
             check_modules(model, self.spec, self.names)
             seen.forget()
             seen.modules = modules
-        check_caches(modules)
+        check_hooks(model, CACHING)
         if drops := active_dropout(model):
             raise NotImplementedError(
                 f"{drops}, which would draw other numbers for a shard than for the whole; set its p to 0"

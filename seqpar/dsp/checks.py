@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,7 +23,6 @@ MIXING_BETWEEN = (  # what mixes rows unless they are samples to it; inside a st
     nn.GroupNorm, nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd, nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
 )  # fmt: skip
-DECIDING = ("FasterCache", "FBC", "SeaCache")  # kinds of diffusers' hooks that go by sizes, or by means over rows
 SHARE = "_seqpar_share"  # an attribute of the memory of what stages and exits return: whether ranks have shares of it
 
 
@@ -71,18 +70,6 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
                 f"{name} of {what} is a {type(module).__name__}, which may mix rows, and its spec lists it under "
                 "between; make it a stage with a Block, which lists the dimensions that it mixes"
             )
-
-
-def check_caches(modules: Iterable[nn.Module]) -> None:
-    """Raise for hooks of diffusers that leave out work by what they see of the rows."""
-    for module in modules:
-        hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
-        for kind in (type(hook).__name__ for hook in hooks.values()):
-            if kind.startswith(DECIDING):
-                raise NotImplementedError(
-                    f"{kind} of diffusers goes by the rows that it sees, and each rank sees its share; call the "
-                    "model's disable_cache() first"
-                )
 
 
 # --- inside a stage -------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from tests.dsp.models import SHARDED
 diffusers = pytest.importorskip("diffusers")
 transformer_flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
 
+from diffusers import hooks  # noqa: E402
+from diffusers.hooks import smoothed_energy_guidance_utils  # noqa: E402
 from diffusers.models.attention_dispatch import attention_backend  # noqa: E402
 
 from tests.integrations.diffusers_models import ids, made, random  # noqa: E402
@@ -151,6 +153,34 @@ def test_a_cache_is_disabled(when: str) -> None:
         return right and is_right(model)
 
     assert run_threads(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["blur", "dropout", "cache"])
+def test_a_hook_that_sees_a_share_is_removed(how: str) -> None:
+    def put(model: nn.Module) -> str:
+        if how == "blur":
+            queries = model.transformer_blocks[0].attn.to_q  # type: ignore[union-attr, index]
+            registry = hooks.HookRegistry.check_if_exists_or_initialize(queries)
+            registry.register_hook(smoothed_energy_guidance_utils.SmoothedEnergyGuidanceHook(), "blur")
+            return "blur"
+        if how == "dropout":
+            hooks.apply_layer_skip(model, diffusers.LayerSkipConfig(indices=[0], fqn="transformer_blocks", dropout=0.3))
+            return hooks.layer_skip._LAYER_SKIP_HOOK
+        hooks.apply_pyramid_attention_broadcast(model, diffusers.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500))  # fmt: skip
+        return hooks.pyramid_attention_broadcast._PYRAMID_ATTENTION_BROADCAST_HOOK
+
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        key = put(model)
+        with advised(
+            (NotImplementedError, ValueError),
+            "remove it, by the model's disable_cache() if it is a cache, or by "
+            "HookRegistry.check_if_exists_or_initialize(model).remove_hook({})",
+        ):
+            is_right(model)
+        hooks.HookRegistry.check_if_exists_or_initialize(model).remove_hook(key)
+
+    assert right_after(mistake)
 
 
 def test_dropout_is_off() -> None:

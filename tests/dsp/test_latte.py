@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
-from seqpar.dsp.checks import DECIDING
 from seqpar.dsp.costs import Costs
 from seqpar.dsp.plan import StageChoice
+from seqpar.nn.foreign_hooks import CACHING, HARMLESS, SKIPPING
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import clip, latte
 from tests.dsp.models import FREE, SHARDED, compared, gradients
 
 diffusers = pytest.importorskip("diffusers")
+
+from diffusers.hooks import smoothed_energy_guidance_utils  # noqa: E402
 
 
 def on_a_rank(comm: Comm, size: int, frames: int, count: int, how: str) -> tuple[dict[str, Tensor], str, int]:
@@ -103,14 +107,14 @@ def under_faster_cache(comm: Comm, when: str) -> str:
         want = model(**given).sample
         if when == "before":
             model.enable_cache(config)
-            with pytest.raises(NotImplementedError, match="FasterCache.* call the model's disable_cache()"):
+            with pytest.raises(NotImplementedError, match="FasterCache.* by the model's disable_cache()"):
                 parallelize(model, comm, plan=SHARDED)
             model.disable_cache()
         parallelize(model, comm, plan=SHARDED)
         if when == "after":
             model(**given)
             model.enable_cache(config)
-            with pytest.raises(NotImplementedError, match="FasterCache.* call the model's disable_cache()"):
+            with pytest.raises(NotImplementedError, match="FasterCache.* by the model's disable_cache()"):
                 model(**given)
             model.disable_cache()
         torch.testing.assert_close(model(**given).sample, want, rtol=1e-10, atol=1e-12)
@@ -122,10 +126,24 @@ def test_a_cache_that_goes_by_sizes_is_disabled(when: str) -> None:
     assert run_threads(2, under_faster_cache, when, timeout=20) == ["done"] * 2
 
 
-def test_caches_that_go_by_what_a_rank_sees_are_named_as_diffusers_names_them() -> None:
-    names = [name for module in ("faster_cache", "first_block_cache", "sea_cache")
-             for name in dir(pytest.importorskip(f"diffusers.hooks.{module}"))]  # fmt: skip
-    assert all(any(name.startswith(kind) and name.endswith("Hook") for name in names) for kind in DECIDING)
+def test_hooks_that_may_stay_are_named_as_diffusers_names_them() -> None:
+    modules = ("group_offloading", "layerwise_casting", "layer_skip", "pyramid_attention_broadcast")
+    names = {name for module in modules for name in dir(importlib.import_module(f"diffusers.hooks.{module}"))}
+    assert names >= {*HARMLESS, *SKIPPING, *CACHING}
+
+
+def blurred(comm: Comm) -> str:
+    model = latte(8, 4).eval()
+    parallelize(model, comm, plan=held)
+    config = diffusers.SmoothedEnergyGuidanceConfig(indices=[0], fqn="transformer_blocks")
+    smoothed_energy_guidance_utils._apply_smoothed_energy_guidance_hook(model, config, 1.0)
+    with pytest.raises(NotImplementedError, match="has the hook SmoothedEnergyGuidanceHook .* on transformer_blocks.0"):
+        model(**clip(8, 4))
+    return "done"
+
+
+def test_a_blur_over_a_share_of_the_queries_is_refused() -> None:
+    assert run_threads(2, blurred, timeout=20) == ["done"] * 2
 
 
 @pytest.mark.exhaustive

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import hooks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -412,6 +413,31 @@ def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
     with pytest.raises((NotImplementedError, ValueError), match="enable_cache"):
         parallelize(model, LocalComm()).model(**inputs)
+
+
+@pytest.mark.parametrize("how", ["skipped", "cast", "offloaded"])
+def test_hooks_that_do_not_look_at_tokens_may_stay(how: str) -> None:
+    model, inputs = made("wan", torch.float32)
+
+    def hooked(own: nn.Module) -> Tensor:
+        if how == "skipped":
+            hooks.apply_layer_skip(own, diffusers.LayerSkipConfig(indices=[0], fqn="blocks"))
+        elif how == "cast":
+            own.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)  # type: ignore[operator]
+        else:
+            cpu = torch.device("cpu")
+            hooks.apply_group_offloading(own, cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
+        with torch.no_grad():
+            return own(**inputs).sample  # type: ignore[no-any-return]
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        return hooked(own)
+
+    expected = hooked(copy.deepcopy(model))
+    for got in run_threads(2, rank):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

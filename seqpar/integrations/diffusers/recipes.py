@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.tokens import TokenCounts
 from seqpar.nn.dropout import active_dropout
+from seqpar.nn.foreign_hooks import check_hooks
 from seqpar.nn.kinds import name_of
 
 
@@ -24,7 +25,7 @@ def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_alone(model: nn.Module) -> None:
-    """Raise NotImplementedError for a model under another wrapper of diffusers, whose hooks would surround ours."""
+    """Raise NotImplementedError for a model under another wrapper of diffusers, or with hooks that see a share."""
     name = name_of(model)
     if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
@@ -34,6 +35,7 @@ def check_alone(model: nn.Module) -> None:
         raise NotImplementedError(
             f"diffusers: {name} is under enable_cache, which skips attention; call its disable_cache() first"
         )
+    check_hooks(model)
 
 
 def _unchanged(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.integrations.hf.attention import implementation
-from seqpar.nn.kinds import kind_of, name_of
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights
+from seqpar.nn.kinds import kind_of, name_of
 from seqpar.nn.wrap import Around, replaced
 
 _making = threading.Lock()  # the generator is one for all threads

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, dropped, making, without_seed
-from seqpar.nn.kinds import name_of
 from seqpar.integrations.hf.mask import Rule
+from seqpar.nn.kinds import name_of
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.integrations.hf.attention import planned
-from seqpar.nn.kinds import name_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
 from seqpar.integrations.hf.recurrent.lightning import lightning
@@ -21,6 +20,7 @@ from seqpar.integrations.hf.recurrent.mamba import mamba, zamba
 from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
 from seqpar.integrations.hf.recurrent.rglru import recurrent_gemma
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
+from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import Around, replaced
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
