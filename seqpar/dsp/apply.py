@@ -26,7 +26,7 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
-from seqpar.nn.foreign_hooks import CACHING, check_hooks
+from seqpar.nn.foreign_hooks import CACHING, check_hooks, has_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
@@ -127,9 +127,10 @@ class Parallelized(ParallelModel):
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         seen: _Seen = getattr(model, SEEN)
-        kind = self._agree(model, seen, arguments)
+        cached = [name for name in self.names if has_cache(model.get_submodule(name))]
+        kind = self._agree(model, seen, arguments, cached)
         space = Space(self.spec.dims(model, arguments), self.comm)
-        state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards, kind)
+        state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards, kind, cached)
         self._forwards += 1
         stack = self._stack()
         stack.append(state)
@@ -273,16 +274,24 @@ class Parallelized(ParallelModel):
     def _plan(self, state: ForwardState, x: Tensor) -> tuple[tuple[object, ...], StagePlan]:
         """The key of a batch shape, and its plan. x: the first stage's input, whole."""
         space = state.space
-        shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training)
+        shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training, *state.cached)
         if shape not in self.plans:
             width = x.numel() // tokens_of(self.stages[0][1], space)
             stages = [stage_of(state.model, name, block, space, width, x.element_size()) for name, block in self.stages]
             stages[0] = replace(stages[0], rest=None)  # the first input is whole
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
-            plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=state.training)
+            # the rows that a cache keeps are those of the same plan with gradients and without
+            training = state.training and not state.cached
+            plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=training)
             afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last output is the end
             with agreement("planning of stages", self.comm) as call:
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
+                    if stage.name in state.cached and (choice.parts != 1 or choice.mode in ("ulysses", "ring")):
+                        raise NotImplementedError(
+                            f"{stage.name} has a cache of diffusers, which keeps the output of one call for all rows "
+                            f"of a rank, and the plan runs it in {choice.parts} parts by {choice.mode}; plan it in "
+                            "one part without sharing attention, or call the model's disable_cache()"
+                        )
                     if choice.parts != 1:  # also raises for a stage that cannot run in parts
                         plan.costs.through(stage, 0.0, choice.before, choice.sharding, after, choice.parts)
                 choices = [tuple(choice) for choice in plan.choices]
@@ -292,7 +301,9 @@ class Parallelized(ParallelModel):
 
     # --- comparing ranks ---------------------------------------------------------------------------------------------
 
-    def _agree(self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any]) -> object:
+    def _agree(
+        self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any], cached: Sequence[str]
+    ) -> object:  # fmt: skip
         """Check that ranks make the same call, with nothing active that must not be. Returns the kind of call.
 
         Calls of one kind have the same arguments besides None, the same settings and the same modes of all modules, by
@@ -307,6 +318,7 @@ class Parallelized(ParallelModel):
                 facts["weights"] = weights_of(model)
             modes = tuple([module.training for module in seen.modules])
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
+            facts["stages with a cache"] = cached
             call.facts = facts | {"modules in training": sum(modes)}
         seen.weights = True
         settings = [(name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments)]

@@ -53,18 +53,20 @@ class StageRun(NamedTuple):
 class ForwardState:
     """The progress of one forward. Stages must come in the order of the plan.
 
-    names: of all stages. seed, kind: of this forward. changed: buffers that stages wrote to, in the first forward of a
-    shape; uneven: those among them that some rank did not write exactly once. mixed: stages, dimensions, and how rows
-    depend on each other along these, contrary to the spec. tried: stages with dimensions -> rows in a trial. written:
-    stages with arguments that they wrote to. inside: the stage that is being computed.
+    names: of all stages. seed, kind: of this forward. cached: stages that return earlier outputs. changed: buffers that
+    stages wrote to, in the first forward of a shape; uneven: those among them that some rank did not write exactly
+    once. mixed: stages, dimensions, and how rows depend on each other along these, contrary to the spec. tried: stages
+    with dimensions -> rows in a trial. written: stages with arguments that they wrote to. inside: the stage that is
+    being computed.
     ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
     """
 
     def __init__(
-        self, model: nn.Module, space: Space, names: Sequence[str], training: bool, seed: int, kind: object
-    ) -> None:
+        self, model: nn.Module, space: Space, names: Sequence[str], training: bool, seed: int, kind: object,
+        cached: Sequence[str],
+    ) -> None:  # fmt: skip
         self.model, self.space, self.names, self.training = model, space, names, training
-        self.seed, self.kind = seed, kind
+        self.seed, self.kind, self.cached = seed, kind, cached
         self.plan: StagePlan | None = None
         self.shape: object = None  # the batch shape that the plan is for
         self.grid = Grid(space)

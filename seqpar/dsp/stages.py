@@ -11,6 +11,7 @@ from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block
+from seqpar.nn.foreign_hooks import has_cache
 
 
 def stage_of(model: nn.Module, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
@@ -22,13 +23,18 @@ def stage_of(model: nn.Module, name: str, block: Block, space: Space, width: int
     matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
     mixed = prod(space.dims[dim] for dim in block.whole)
     heads, kv_heads = (block.core.count(module),) * 2 if block.core else (block.heads, block.kv_heads)
+    # a cache keeps the output of one call: another part of the rows would get it, and no call of attention be left
+    # whose heads could be shared
+    cached = has_cache(module)
+    if cached:
+        heads = kv_heads = 0
     return Stage(
         name, frozenset(block.whole), bytes=size, flops=2.0 * matrices * tokens,
         attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
-        qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention,
+        qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention and not cached,
         filled=bool(block.core and block.core.sdpa),
         # an inner module that gathers its weights would do so for each part, and some ranks skip parts
-        apart=frozenset() if collective_modules(module) else _apart(block) & space.dims.keys(),
+        apart=frozenset() if cached or collective_modules(module) else _apart(block) & space.dims.keys(),
         # foreign code may not work on zero rows
         rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import StageChoice
+from seqpar.dsp.plan import StageChoice, plan_stages
 from seqpar.nn.foreign_hooks import CACHING, HARMLESS, SKIPPING
+from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import clip, latte
 from tests.dsp.models import FREE, SHARDED, compared, gradients
+from tests.dsp.planners import Planner
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -59,9 +63,9 @@ def test_frames_of_other_heights_than_widths() -> None:
     compared(run_threads(4, oblong), want)
 
 
-def denoised(comm: Comm, cached: bool = True) -> list[Tensor]:
+def denoised(comm: Comm, cached: bool = True, plan: Planner = SHARDED, frames: int = 8) -> list[Tensor]:
     """Outputs of four steps. cached: whether diffusers' cache takes the attention of every second one from before."""
-    model, given, now = latte(8, 8).eval(), clip(8, 8, 1), [0]
+    model, given, now = latte(8, frames).eval(), clip(8, frames, 1), [0]
     names = ("spatial_attention", "temporal_attention", "cross_attention")
     config = diffusers.PyramidAttentionBroadcastConfig(
         **{f"{name}_block_skip_range": 2 for name in names},
@@ -73,7 +77,7 @@ def denoised(comm: Comm, cached: bool = True) -> list[Tensor]:
     if cached:
         model.enable_cache(config)
     if comm.size > 1:
-        parallelize(model, comm, plan=SHARDED)
+        parallelize(model, comm, plan=plan)
     found = []
     with torch.no_grad():
         for step in range(4):
@@ -84,12 +88,34 @@ def denoised(comm: Comm, cached: bool = True) -> list[Tensor]:
 
 
 def test_a_trial_leaves_the_caches_of_diffusers_as_they_were() -> None:
-    """They are kept in objects of its hooks. A plan that shares attention by heads refuses a step without any."""
+    """They are kept in objects of its hooks."""
     (want,), (plain,) = run_threads(1, denoised), run_threads(1, denoised, False)
     assert not torch.allclose(want[1], plain[1]), "the cache is used"
     for found in run_threads(2, denoised):
         for x, y in zip(found, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+SLOW = partial(plan_stages, hardware=replace(FREE, inside=Link(0.0, 1e7), across=Link(0.0, 1e7), hidden=1.0, call=0.0))
+
+
+@pytest.mark.parametrize("frames", [8, 1])
+def test_stages_with_a_cache_are_planned_in_one_part_and_share_no_heads(frames: int) -> None:
+    """Where links are slow, stages in parts are worth it; those of one frame would share heads."""
+    (want,) = run_threads(1, denoised, True, SLOW, frames)
+    for found in run_threads(2, denoised, True, SLOW, frames):
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def with_another_plan(comm: Comm) -> str:
+    with pytest.raises(NotImplementedError, match="transformer_blocks.0 has a cache of diffusers.* call the model's"):
+        denoised(comm, True, by_heads_always)
+    return "done"
+
+
+def test_a_planner_that_shares_the_heads_of_a_cache_is_refused() -> None:
+    assert run_threads(2, with_another_plan, timeout=20) == ["done"] * 2
 
 
 def under_faster_cache(comm: Comm, when: str) -> str:
@@ -207,6 +233,13 @@ def test_a_mask_by_rows_is_sliced_with_them() -> None:
 
 
 # --- blocks whose attention is shared by heads ------------------------------------------------------------------------
+
+
+def by_heads_always(stages, dims, ranks, *, end, training) -> StagePlan:
+    """As `held`, whatever the stages allow."""
+    costs = Costs(dict(dims), ranks, FREE, training)
+    choices = [StageChoice("s", "s", "ulysses" if "s" in stage.whole else "local") for stage in stages]
+    return StagePlan(tuple(stages), tuple(choices), costs, None, "s", 0.0, 0.0)
 
 
 def held(stages, dims, ranks, *, end, training) -> StagePlan:
