@@ -137,13 +137,18 @@ class NoDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWS or (func in _DROPPING and _active(func, args, kwargs)):
+        if draws(func, args, kwargs):
             self.drew = True
             if name := self.sharded():
                 what = f"{name} calls {func.__name__}, which would draw other numbers for a shard than for the whole"
                 with errors_on_all_ranks(what, self.comm):
                     raise NotImplementedError(f"{what}; do without, or draw before the first stage")
         return func(*args, **kwargs)
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of torch draws random numbers."""
+    return func in _DRAWS or (func in _DROPPING and _active(func, args, kwargs))
 
 
 def _active(func: Any, args: Any, kwargs: Any) -> bool:

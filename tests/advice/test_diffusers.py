@@ -195,6 +195,19 @@ def test_dropout_is_off() -> None:
     assert right_after(mistake)
 
 
+def test_random_numbers_are_drawn_outside() -> None:
+    """As a callback or an adapter may, which is no module of dropout."""
+
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        feed = model.transformer_blocks[0].ff  # type: ignore[union-attr, index]
+        hook = feed.register_forward_hook(lambda module, given, out: nn.functional.dropout(out, 0.3))  # type: ignore[union-attr, operator]
+        with advised((NotImplementedError, ValueError), "draw them before the forward, or do without"):
+            is_right(model)
+        hook.remove()
+
+    assert right_after(mistake)
+
+
 @pytest.mark.parametrize("way", ["its own", "in force"])
 def test_attention_is_that_of_pytorch(way: str) -> None:
     def mistake(comm: Comm, model: nn.Module) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from seqpar.comm.entry import uncompiled
+from seqpar.dsp.checks import draws
 from seqpar.integrations.diffusers.tokens import Sharing, TokenCounts
 from seqpar.integrations.sdpa.reroute import Rerouting
 
@@ -38,6 +41,19 @@ class SharedForward(Rerouting):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _forwards().pop()
         super().__exit__(kind, error, trace)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if draws(func, args, kwargs or {}):
+            self._refuse_draw(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @uncompiled
+    def _refuse_draw(self, name: str) -> None:
+        with torch._C.DisableTorchFunction(), self._refusals():
+            raise NotImplementedError(
+                f"diffusers: {name} in a forward draws other random numbers for a rank's tokens than for all; draw "
+                "them before the forward, or do without"
+            )
 
     def _again(self, first: int) -> Callable[[], SharedForward]:
         return lambda: SharedForward(self.sharing, self.sizes, whole=self.whole, masked=self.masked, again=True)
