@@ -25,7 +25,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.dropout import active_dropout
-from seqpar.nn.fingerprint import hashed, leaves, ordered, weights_of
+from seqpar.nn.fingerprint import COMPARED, hashed, leaves, ordered, weights_of
 from seqpar.nn.foreign_hooks import CACHING, check_hooks, has_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
@@ -57,8 +57,8 @@ def parallelize(
     computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
-    number), and in the first one the weights, except DTensors; without it only shapes are compared. Otherwise different
-    noise or seeds, or frames sharded before, would silently compute something meaningless.
+    number), and in the first and some of the next 16 the weights, except DTensors; without it only shapes are compared.
+    Otherwise different noise or seeds, or frames sharded before, would silently compute something meaningless.
 
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
     for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.
@@ -314,13 +314,14 @@ class Parallelized(ParallelModel):
             facts = {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            if self.check_inputs and not seen.weights:
-                facts["weights"] = weights_of(model)
+            if self.check_inputs and seen.forwards in COMPARED:
+                since = ", as without sync_gradients before an optimizer's steps" if seen.forwards else ""
+                facts[f"weights{since}"] = weights_of(model)
             modes = tuple([module.training for module in seen.modules])
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
             facts["stages with a cache"] = cached
             call.facts = facts | {"modules in training": sum(modes)}
-        seen.weights = True
+        seen.forwards += 1
         settings = [(name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments)]
         kind = modes, tuple(settings)
         # settings may be other numbers in every step
@@ -390,7 +391,7 @@ class _Seen:
 
     def forget(self) -> None:
         """Forget what was checked, since modules are others now."""
-        self.weights = False
+        self.forwards = 0
         self.kinds: set[object] = set()
         self.shapes: set[object] = set()  # each with a kind
         self.sizes: set[object] = set()  # the same, known before the first stage

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# Numbers of the forwards before which ranks compare weights: the first, which detects weights drawn or loaded
+# differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.
+COMPARED = frozenset({0, 1, 2, 4, 8, 16})
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

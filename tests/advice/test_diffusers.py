@@ -290,6 +290,34 @@ def test_noise_is_drawn_with_one_seed() -> None:
     assert right_after(mistake)
 
 
+def test_gradients_are_summed_before_a_step() -> None:
+    def trained(model: nn.Module, sums: Callable[[], object], steps: int = 2) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(**INPUTS).sample - TARGET).square().mean().backward()
+            sums()
+            optimizer.step()
+        return model.x_embedder.weight.detach()  # type: ignore[union-attr, return-value]
+
+    expected = trained(copy.deepcopy(MODEL), lambda: None)
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        with advised(
+            ValueError,
+            "start again from equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before "
+            "every step of the optimizer",
+        ):
+            trained(model, lambda: None)
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        return torch.allclose(trained(model, lambda: sync_gradients(model.parameters(), comm)), expected, atol=1e-10)
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def test_the_loss_is_computed_alike() -> None:
     plain = copy.deepcopy(MODEL)
     (plain(**INPUTS).sample - TARGET).square().mean().backward()

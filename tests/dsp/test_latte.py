@@ -216,6 +216,20 @@ def test_what_would_be_another_answer_is_refused(how, words) -> None:
     assert words in run_threads(2, wrong, how, timeout=60.0)[0]
 
 
+def unsummed(comm: Comm) -> str:
+    model = latte().train()
+    parallelize(model, comm, plan=SHARDED)
+    with pytest.raises(ValueError, match="ranks differ in weights, as without sync_gradients"):
+        for _ in range(2):
+            model(**clip()).sample.square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return "done"
+
+
+def test_a_step_with_shares_of_gradients_is_refused() -> None:
+    assert run_threads(2, unsummed, timeout=60.0) == ["done"] * 2
+
+
 def masked(comm: Comm) -> Tensor:
     model = latte().eval()
     if comm.size > 1:

@@ -11,8 +11,8 @@ keys that are seen are then one interval, whatever the text mask.
 
 **Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process. Each rank
 takes its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
-(`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and once their
-weights: different noise on different ranks would go unnoticed otherwise.
+(`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and in some of
+the first forwards their weights: different noise on different ranks would go unnoticed otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.integrations.diffusers.forward import SharedForward, current
 from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentions, check_alone
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
-from seqpar.nn.fingerprint import fingerprint, leaves, weights_of
+from seqpar.nn.fingerprint import COMPARED, fingerprint, leaves, weights_of
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -52,8 +52,8 @@ def parallelize(
 
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
-    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights at
-    the first forward differ between ranks.
+    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights
+    at the first and some of the next 16 forwards differ between ranks.
     """
     recipe = RECIPES.get(name_of(model))
     if recipe is None:
@@ -107,21 +107,30 @@ def _compared(
             arguments["hidden_states"] = args[0]
         recipe.check(model, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
-        if not sharing.plans:
+        count = sharing.forwards.get(model, 0)
+        if count in COMPARED:
             facts.own["weights"] = weights_of(model)
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
         if recipe.mask and not recipe.masks:
             arguments.pop(recipe.mask, None)
-    _same_on_all(facts.every)
+    sharing.forwards[model] = count + 1
+    _same_on_all(facts.every, count)
     sharing.plans_of(sizes)
     return arguments, sizes
 
 
-def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
+def _same_on_all(facts: Sequence[dict[str, Any]], count: int) -> None:
+    """Raise ValueError if ranks differ before the forward of that number."""
     for rank, other in enumerate(facts):
         for name in facts[0] | other:
             if other.get(name) != facts[0].get(name):
+                if name == "weights" and count:
+                    raise ValueError(
+                        f"diffusers: weights differs between rank 0 and rank {rank} since an optimizer stepped with "
+                        "gradients that are shares; start again from equal weights, and call "
+                        "seqpar.train.sync_gradients(model.parameters(), comm) before every step of the optimizer"
+                    )
                 raise ValueError(
                     f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
                     f"{other.get(name)} (shape, dtype, fingerprint); pass the same whole tensors on every "

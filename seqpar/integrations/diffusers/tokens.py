@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
@@ -34,7 +35,8 @@ class TokenCounts:
 class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
-    numerics: of attention. text_first: whether text comes before the image in joint attention.
+    numerics: of attention. text_first: whether text comes before the image in joint attention. forwards: how many there
+    were, of a model and of its copies.
     """
 
     comm: Comm
@@ -42,6 +44,7 @@ class Sharing:
     numerics: Numerics
     text_first: bool = True
     plans: dict[TokenCounts, tuple[Plan, Plan]] = field(default_factory=dict)
+    forwards: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
 
     def plans_of(self, sizes: TokenCounts) -> tuple[Plan, Plan]:
         """The plan of joint attention over all samples, and the plan of one sample's image, for the gather."""

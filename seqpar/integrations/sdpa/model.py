@@ -14,6 +14,7 @@ from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
+from seqpar.nn.fingerprint import COMPARED
 from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
@@ -22,10 +23,6 @@ from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
-
-# Numbers of the forwards before which ranks compare weights: the first, which detects weights drawn or loaded
-# differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.
-COMPARED = frozenset({0, 1, 2, 4, 8, 16})
 
 
 def parallelize(
