@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from seqpar.comm import Comm
 
 PARALLEL = "_seqpar"  # an attribute that marks other modules with a parallel forward
+SURROUNDED = "_seqpar_around"  # an attribute that marks modules with an `Around`, perhaps inside another wrapper
 _ABSENT = object()
 Model = TypeVar("Model", bound="ParallelModel")
 
@@ -47,7 +48,7 @@ class Around:
     """A module's forward, replaced by ``around(module, forward, *args, **kwargs)``.
 
     handle: while it is asleep, calls go to the forward alone. A copy of the module has the same around its own forward,
-    and no handle.
+    and no handle if it is a part of a copy of the whole model: that stays parallel.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Around:
         raise AttributeError(f"a parallel {type(self.__dict__.get('module')).__name__}: {name}: {why}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Around:
-        return Around(copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo), self.around)
+        copied = self.handle is None or id(self.handle.model) in memo
+        module, forward = copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo)
+        return Around(module, forward, self.around, None if copied else self.handle)
 
     def __reduce__(self) -> Any:
         """Raise: a pickled `Around` would be useless."""
@@ -91,7 +94,8 @@ class ParallelModel:
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
         """Replace the forward of a module of the model, or another method: see `Around`."""
-        self._undone.enter_context(replaced(module, {method: Around(module, getattr(module, method), around, self)}))
+        around = Around(module, getattr(module, method), around, self)
+        self._undone.enter_context(replaced(module, {method: around, SURROUNDED: True}))
 
     def on_undo(self, do: Callable[[], object]) -> None:
         """Have something done when the model is restored."""

@@ -183,6 +183,41 @@ def test_a_hook_that_sees_a_share_is_removed(how: str) -> None:
     assert right_after(mistake)
 
 
+def adapted(model: nn.Module, **config: Any) -> nn.Module:
+    """The model with an adapter that does something."""
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, **config))  # type: ignore[operator]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("size", [(3, 5), (1, 2)])
+def test_an_adapter_on_a_module_that_gathers_comes_first(size: tuple[int, int]) -> None:
+    """With a token on each rank its share would be spread over all tokens, without an error."""
+    own, given = made("flux", samples=1, grid=size)
+    with torch.no_grad():
+        expected = adapted(copy.deepcopy(own), target_modules=["to_q", "proj_out"])(**given).sample
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(own)
+        handle = seqpar.parallelize(model, comm)
+        adapted(model, target_modules=["to_q", "proj_out"])
+        with (
+            torch.no_grad(),
+            advised((NotImplementedError, ValueError), "call undo() of the handle and parallelize the model again"),
+        ):
+            model(**given)
+        handle.undo()
+        seqpar.parallelize(model, comm)
+        with torch.no_grad():
+            return torch.allclose(model(**given).sample, expected, atol=1e-8)
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def test_dropout_is_off() -> None:
     def mistake(comm: Comm, model: nn.Module) -> None:
         dropout = next(m for m in model.modules() if isinstance(m, nn.Dropout))

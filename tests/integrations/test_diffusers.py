@@ -319,6 +319,32 @@ def test_a_pipeline_calls_the_model_by_keyword_or_its_latents_by_place() -> None
             model(latents, inputs.pop("encoder_hidden_states"), **inputs)
 
 
+def test_a_copy_of_a_module_that_an_adapter_trains_is_parallel_as_long_as_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = made("flux", torch.float32)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+
+    def rank(comm: Comm) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        handle = parallelize(own, comm)
+        own.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["proj_out"]))
+        for name, parameter in own.named_parameters():  # ranks that are threads draw others
+            if "lora_" in name:
+                nn.init.zeros_(parameter)
+        with torch.no_grad():
+            found = [own(**inputs).sample, copy.deepcopy(own)(**inputs).sample]
+            with handle.local():
+                found.append(own(**inputs).sample)
+            copied = copy.deepcopy(own)
+            handle.undo()
+            return [*found, own(**inputs).sample, copied(**inputs).sample]
+
+    for found in run_threads(2, rank):
+        for got in found:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_fused_projections_and_autocast_are_those_of_one_process() -> None:
     model, inputs = made("flux", torch.float32)
     model.fuse_qkv_projections()

@@ -17,6 +17,7 @@ from seqpar.integrations.diffusers.tokens import TokenCounts
 from seqpar.nn.dropout import active_dropout
 from seqpar.nn.foreign_hooks import check_hooks
 from seqpar.nn.kinds import name_of
+from seqpar.nn.wrap import SURROUNDED
 
 
 def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -67,8 +68,18 @@ class ModelRecipe:
     masks: bool = False
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def surrounded(self, model: nn.Module) -> list[str]:
+        """The names of modules whose forwards see that ranks have shares."""
+        return ["proj_out", *self.modules, *(name for name, _ in attentions(model))]
+
     def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Raise NotImplementedError for arguments and settings that cannot be shared."""
+        """Raise NotImplementedError for arguments, settings and modules that cannot be shared."""
+        for name in self.surrounded(model):
+            if not _is_surrounded(model.get_submodule(name)):
+                raise NotImplementedError(
+                    f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an adapter, "
+                    "and would compute a rank's share alone; call undo() of the handle and parallelize the model again"
+                )
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
         if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
             raise NotImplementedError(f"diffusers: {name_of(model)} with {', '.join(missing)} is not supported")
@@ -118,6 +129,14 @@ class ModelRecipe:
                 array = np.arange(text) < valid.detach().sum(1, keepdim=True, dtype=torch.int).cpu().numpy()
             seen = None if array.all() else array.tobytes()
         return TokenCounts(x.shape[0], text, self.count(model, x), seen)
+
+
+def _is_surrounded(module: nn.Module) -> bool:
+    """Whether a module is parallel, or a wrapper of peft's that passes calls on to a copy of it."""
+    saved = getattr(module, "modules_to_save", None)
+    return SURROUNDED in module.__dict__ or (
+        isinstance(saved, nn.ModuleDict) and all(map(_is_surrounded, saved.values()))
+    )
 
 
 def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
