@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -417,8 +418,45 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
         given(encoder_hidden_states_mask=torch.ones(2, 4)), "qwen",
     ),
     "text": ("samples, tokens, features", ValueError, given(encoder_hidden_states=random(5, 8, seed=1)), "qwen"),
+    "timesteps of a list": (
+        r"timestep \[60\], expected one, 2 of the samples, or \[2, 30\]", ValueError,
+        given(timestep=random(60, seed=1)), "wan",
+    ),
+    "timesteps of half": (r"\[2, 15\] at dim 1, expected 30", ValueError, given(timestep=random(30, seed=1)), "ltx"),
+    "timesteps of more": (r"timestep \[7\], expected one", ValueError, given(timestep=random(7, seed=1)), "ltx"),
+    "repeated": (
+        "controlnet_blocks_repeat is", NotImplementedError, given(controlnet_blocks_repeat=True), "flux",
+    ),
     "timesteps": (r"\[2, 7\] at dim 1, expected 30", ValueError, given(timestep=random(2, 7, seed=1)), "wan"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 30), (60,), (2, 30, 1), (2, 1), (2,)])
+def test_a_model_that_takes_timesteps_of_tokens_in_any_shape(shape: tuple[int, ...]) -> None:
+    model, inputs = made("ltx")
+    inputs["timestep"] = random(60, seed=4).abs()[: math.prod(shape)].reshape(shape) * 500
+    with torch.no_grad():
+        expected = model(**inputs).sample
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        with torch.no_grad():
+            return own(**inputs).sample
+
+    for got in run_threads(2, rank):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [("flux", {"controlnet_blocks_repeat": False}), ("flux2", {"num_ref_tokens": 0, "ref_fixed_timestep": 0.0})],
+)
+def test_an_argument_may_state_its_default(name: str, defaults: dict[str, Any]) -> None:
+    model, inputs = made(name)
+    parallelize(model, LocalComm())
+    with torch.no_grad():
+        assert torch.equal(model(**inputs, **defaults).sample, model(**inputs).sample)
 
 
 @pytest.mark.parametrize("name", REFUSED)

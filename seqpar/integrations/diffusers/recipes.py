@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -77,11 +78,13 @@ class ModelRecipe:
         for name in self.surrounded(model):
             if not _is_surrounded(model.get_submodule(name)):
                 raise NotImplementedError(
-                    f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an adapter, "
-                    "and would compute a rank's share alone; call undo() of the handle and parallelize the model again"
+                    f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an "
+                    "adapter, and would compute a rank's share alone; call undo() of the handle and parallelize the "
+                    "model again"
                 )
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
-        if missing := sorted(name for name, value in arguments.items() if name not in known and value is not None):
+        others = {name: value for name, value in arguments.items() if name not in known and value is not None}
+        if missing := sorted(name for name, value in others.items() if not _is_default(model, name, value)):
             raise NotImplementedError(f"diffusers: {name_of(model)} with {', '.join(missing)} is not supported")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
@@ -131,12 +134,17 @@ class ModelRecipe:
         return TokenCounts(x.shape[0], text, self.count(model, x), seen)
 
 
+def _is_default(model: nn.Module, name: str, value: Any) -> bool:
+    """Whether an argument of a forward is what it would be anyway."""
+    parameter = inspect.signature(type(model).forward).parameters.get(name)
+    return parameter is not None and type(value) is type(parameter.default) and bool(value == parameter.default)
+
+
 def _is_surrounded(module: nn.Module) -> bool:
     """Whether a module is parallel, or a wrapper of peft's that passes calls on to a copy of it."""
     saved = getattr(module, "modules_to_save", None)
-    return SURROUNDED in module.__dict__ or (
-        isinstance(saved, nn.ModuleDict) and all(map(_is_surrounded, saved.values()))
-    )
+    passes_on = isinstance(saved, nn.ModuleDict) and all(map(_is_surrounded, saved.values()))
+    return SURROUNDED in module.__dict__ or passes_on
 
 
 def _sharing_tuple(dim: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,10 +177,19 @@ def _sharing_rope(module: nn.Module, forward: Callable[..., Any], *args: Any, **
     return run.rows(image, 0), run.rows(text, 0, "text")
 
 
-def _timesteps(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The timesteps: per sample, or per token of the image."""
-    timestep = arguments["timestep"]
-    return {"timestep": run.rows(timestep, 1)} if timestep.dim() == 2 and timestep.shape[1] != 1 else {}
+def _timesteps(run: SharedForward, arguments: dict[str, Any], flat: bool = False) -> dict[str, Any]:
+    """The timesteps: one, one per sample, or one per token of the image. flat: whether a model takes any shape."""
+    timestep, sizes = arguments["timestep"], run.sizes
+    if flat:
+        timestep = timestep.reshape(sizes.samples, -1) if timestep.numel() % sizes.samples == 0 else timestep.flatten()
+    if timestep.dim() == 2 and timestep.shape[1] != 1:
+        return {"timestep": run.rows(timestep, 1)}
+    if timestep.numel() not in (1, sizes.samples):
+        raise ValueError(
+            f"diffusers: timestep {list(timestep.shape)}, expected one, {sizes.samples} of the samples, or "
+            f"{[sizes.samples, sizes.image]} of the tokens"
+        )
+    return {}
 
 
 def _rotary(run: SharedForward, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +288,7 @@ RECIPES = {
     ),
     "LTXVideoTransformer3DModel": ModelRecipe(
         processors=("LTXVideoAttnProcessor",), shared={"hidden_states": (1, "image")}, cross=("attn2",),
-        modules={"rope": partial(_sharing_tuple, 1)}, change=_timesteps,
+        modules={"rope": partial(_sharing_tuple, 1)}, change=partial(_timesteps, flat=True),
         whole=(
             "timestep", "encoder_hidden_states", "encoder_attention_mask", "num_frames", "height", "width",
             "rope_interpolation_scale", "video_coords", "attention_kwargs",
