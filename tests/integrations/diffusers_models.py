@@ -154,6 +154,25 @@ def longcat(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[s
     return model, _image_and_text(text, samples)
 
 
+def bria(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.BriaTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
+        joint_attention_dim=8, axes_dims_rope=(4, 4, 4),
+    )  # fmt: skip
+    return model, _image_and_text(text, samples)
+
+
+def skyreels(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.SkyReelsV2Transformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32, inject_sample_info=True,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": video_of(samples), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "fps": [0, 1][:samples],
+    }  # fmt: skip
+
+
 def _image_and_text(text: int, samples: int) -> dict[str, Any]:
     return {
         "hidden_states": random(samples, 15, 4, seed=1), "encoder_hidden_states": random(samples, text, 8, seed=2),
@@ -211,7 +230,7 @@ MODELS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
     "wan tokenwise": partial(wan, tokenwise=True), "wan image": partial(wan, image=3), "ltx": ltx, "vace": vace,
     "chrono": chrono, "ovis": ovis, "longcat": longcat, "cogvideox": cogvideox,
     "cogvideox 2b": partial(cogvideox, rotary=False), "hunyuan": hunyuan, "sd3": sd3,
-    "hunyuan masked": partial(hunyuan, masked=True),
+    "hunyuan masked": partial(hunyuan, masked=True), "bria": bria, "skyreels": skyreels,
 }  # fmt: skip
 
 

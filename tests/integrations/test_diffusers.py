@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.diffusers import parallelize
+from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.nn.fingerprint import fingerprint
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
@@ -363,6 +365,13 @@ def test_fused_projections_and_autocast_are_those_of_one_process() -> None:
         assert float((got - expected).abs().max()) <= 0.05 * float(expected.abs().max())
 
 
+def test_the_page_names_the_models_that_have_recipes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "diffusers.md").read_text(encoding="utf-8")
+    models = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(models))) == sorted(RECIPES)
+    assert {type(made(name)[0]).__name__ for name in MODELS} == set(RECIPES)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -424,6 +433,7 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
     ),
     "timesteps of half": (r"\[2, 15\] at dim 1, expected 30", ValueError, given(timestep=random(30, seed=1)), "ltx"),
     "timesteps of more": (r"timestep \[7\], expected one", ValueError, given(timestep=random(7, seed=1)), "ltx"),
+    "forcing": ("enable_diffusion_forcing is", NotImplementedError, given(enable_diffusion_forcing=True), "skyreels"),
     "repeated": (
         "controlnet_blocks_repeat is", NotImplementedError, given(controlnet_blocks_repeat=True), "flux",
     ),
@@ -507,7 +517,7 @@ def test_hooks_that_do_not_look_at_tokens_may_stay(how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
     [("qwen", "zero_cond_t", True), ("hunyuan", "image_condition_type", "token_replace"),
-     ("sd3", "dual_attention_layers", (0,))],
+     ("sd3", "dual_attention_layers", (0,)), ("skyreels", "num_frame_per_block", 3)],
 )  # fmt: skip
 def test_a_setting_of_the_model_that_is_not_supported_raises_by_name(name: str, setting: str, value: object) -> None:
     model, inputs = made(name)

@@ -240,6 +240,10 @@ RECIPES = {
         processors=("FluxAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
         whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),
     ),
+    "BriaTransformer2DModel": ModelRecipe(
+        processors=("BriaAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
+        whole=("pooled_projections", "timestep", "guidance", "attention_kwargs"),
+    ),
     "LongCatImageTransformer2DModel": ModelRecipe(
         processors=("LongCatImageAttnProcessor",), shared=_TEXT_AND_IMAGE | _IDS, text="encoder_hidden_states",
         whole=("timestep", "guidance"),
@@ -263,6 +267,10 @@ RECIPES = {
         whole=(*_WAN.whole, "control_hidden_states", "control_hidden_states_scale"),
     ),
     "ChronoEditTransformer3DModel": _WAN,
+    "SkyReelsV2Transformer3DModel": replace(
+        _WAN, processors=("SkyReelsV2AttnProcessor",), whole=(*_WAN.whole, "fps"),
+        settings={"num_frame_per_block": (1,)},
+    ),
     "CogVideoXTransformer3DModel": ModelRecipe(
         processors=("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"), shared=_TEXT_AND_PATCHES,
         text="encoder_hidden_states", count=_patches_of_frames, change=_rotary,
