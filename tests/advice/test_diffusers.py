@@ -92,7 +92,8 @@ def test_rows_of_a_model_without_a_recipe_are_shared_out_by_hand() -> None:
     model, given = chroma(image, text)
     with advised(
         NotImplementedError,
-        "if nothing but attention mixes its tokens, share out its rows yourself and call it inside `seqpar.sdpa`",
+        "if its arguments are rows of tokens and their positions, and only attention mixes rows, share them out "
+        "yourself and call it inside `seqpar.sdpa`",
     ):
         seqpar.parallelize(model, LocalComm())
     images, texts = np.arange(image).reshape(2, -1), np.arange(text).reshape(2, -1)

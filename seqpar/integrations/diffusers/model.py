@@ -76,8 +76,8 @@ def _unknown(name: str) -> str:
     if name in SPECS:
         return f"diffusers: {name} is parallel by stages; call seqpar.dsp.parallelize(model, comm)"
     return (
-        f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if nothing but attention mixes its tokens, "
-        "share out its rows yourself and call it inside `seqpar.sdpa`"
+        f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if its arguments are rows of tokens and "
+        "their positions, and only attention mixes rows, share them out yourself and call it inside `seqpar.sdpa`"
     )
 
 
