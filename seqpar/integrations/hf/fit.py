@@ -4,7 +4,8 @@ First the class, config and modules are checked. Then a probe runs the model on 
 own: once on all rows, and once on some of them in another order, with their positions. If an output row changes, the
 model mixes rows elsewhere (a convolution, a recurrence, counted positions). The same runs check that attention and
 mixers are what the model computes without seqpar, and the model's loss and its head, so that neither is mistaken for
-something else.
+something else. Meanwhile gates and projections that begin at zero have other values, as they would hide what they
+multiply.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
-from seqpar.integrations.probe.stand_ins import Deterministic
+from seqpar.integrations.probe.stand_ins import Deterministic, awake
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.nn.saved_state import saved
 from seqpar.nn.wrap import replaced
@@ -136,7 +137,7 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
         return fit._replace(head=None if fit.head is None else model.get_output_embeddings())
     if not reasons:
         check_weights(model)
-        with _quiet(model), torch.no_grad(), ExitStack() as stack:
+        with _quiet(model), torch.no_grad(), awake(model), ExitStack() as stack:
             for rotary in lengthy(model):  # which remembers the longest position
                 stack.enter_context(saved(rotary))
             try:
@@ -149,7 +150,7 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
             return fit
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
             base, reasons = fitting(model.base_model, part=True), []
-            with _quiet(model), torch.no_grad(), implementation(model, "eager"), as_written(model):
+            with _quiet(model), torch.no_grad(), awake(model), implementation(model, "eager"), as_written(model):
                 head = tried(model)
             if isinstance(head, AtHome):
                 return base._replace(at_home=head, result="logits", shift="none")

@@ -4,12 +4,15 @@
     weights near 0   random weights: gates, adapters and tables of positions hide effects until a first training step
     random numbers   all equal; dropout drops nothing
 
-A mode replaces them for this thread's calls only: the model is not touched.
+A mode replaces them for this thread's calls only: the model is not touched. Where parameters go into functions that no
+mode sees, as those of seqpar's mixers, `awake` lends them other values instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -60,30 +63,62 @@ class Deterministic(TorchFunctionMode):
 
 
 def awakened(model: nn.Module) -> dict[int, Tensor]:
-    """Random weights in place of nearly zero parameters, by the parameters' ids.
+    """Random weights in place of nearly zero parameters, and of zero rows and columns, by the parameters' ids.
 
     Biases of PyTorch's own modules never act as gates, and stay.
     """
     weights: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # where a padding token is 0
     for module in model.modules():
         for name, p in module._parameters.items():
             bias = name.endswith("bias") and type(module).__module__.startswith("torch.nn.")
-            if p is None or id(p) in weights or bias or not _is_asleep(p):
+            if p is None or id(p) in weights or bias or not _is_plain(p):
                 continue
-            drawn = torch.rand(p.shape, generator=generator, device="cpu")
-            # a vector may have to be positive; a matrix should preserve the size of its input
-            drawn = (drawn * 2 - 1) * p.shape[-1] ** -0.5 if p.dim() > 1 else drawn / 2 + 0.5
-            weights[id(p)] = drawn.to(p)
+            asleep = _asleep(p.detach(), parts=id(p) not in tables)
+            if asleep is not None:
+                drawn = torch.rand(p.shape, generator=generator, device="cpu")
+                # a vector may have to be positive; a matrix should preserve the size of its input
+                drawn = (drawn * 2 - 1) * p.shape[-1] ** -0.5 if p.dim() > 1 else drawn / 2 + 0.5
+                weights[id(p)] = torch.where(asleep, drawn.to(p), p.detach())
     return weights
 
 
-def _is_asleep(p: nn.Parameter) -> bool:
-    """Whether a parameter is nearly zero and may be replaced."""
+@contextmanager
+def awake(model: nn.Module) -> Iterator[None]:
+    """A context in which parameters have the values of `awakened`; nothing is written to their own memory."""
+    others = awakened(model)
+    own = [(p, p.data) for p in model.parameters() if id(p) in others and not p.is_inference()]
+    try:
+        for p, _ in own:
+            p.data = others[id(p)]
+        yield
+    finally:
+        for p, values in own:
+            p.data = values
+
+
+def _is_plain(p: nn.Parameter) -> bool:
+    """Whether a parameter has values of its own, which may be replaced."""
     plain = type(p) is nn.Parameter and type(p.data) is Tensor and p.layout is torch.strided
-    if not plain or p.is_meta or not p.numel() or not p.is_floating_point() or p.dtype.itemsize < 2:
-        return False
-    return bool(torch.linalg.vector_norm(p.detach(), torch.inf) <= ASLEEP)
+    return plain and not p.is_meta and bool(p.numel()) and p.is_floating_point() and p.dtype.itemsize > 1
+
+
+def _asleep(x: Tensor, parts: bool) -> Tensor | None:
+    """Where a parameter may hide an effect, or None: everywhere if it is nearly zero, else in zero rows and columns.
+
+    parts: whether to look for these.
+    """
+    if torch.linalg.vector_norm(x, torch.inf) <= ASLEEP:
+        return torch.ones_like(x, dtype=torch.bool)
+    zero = [_largest(x, dim) == 0 for dim in {0, x.dim() - 1}] if parts and x.dim() else []
+    return reduce(torch.logical_or, zero) if any(map(torch.any, zero)) else None
+
+
+def _largest(x: Tensor, dim: int) -> Tensor:
+    """The largest magnitude in each slice along a dim, with the other dims kept as 1."""
+    others = [other for other in range(x.dim()) if other != dim]
+    return torch.linalg.vector_norm(x, torch.inf, others, keepdim=True) if others else x.abs()
 
 
 _DROPOUTS = {

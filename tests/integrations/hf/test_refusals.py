@@ -17,7 +17,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, PeerError, Plan
 from seqpar.integrations.hf import attention as keys
 from seqpar.testing import run_threads
-from tests.integrations.hf.models import SIZES, build, holes, padded
+from tests.integrations.hf.models import SIZES, batches, build, check, holes, on_ranks, one_process, padded
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
@@ -41,6 +41,25 @@ class Shifted(nn.Module):
         return x + 0.1 * x.roll(1, 1)
 
 
+class Gated(nn.Module):
+    """Adds a multiple of the token before. Its last gate, which begins at this value, is the factor."""
+
+    def __init__(self, *begin: float) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.tensor(begin))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *own, before = self.gates
+        return sum(own, x) + before * x.roll(1, 1)
+
+
+class Silent(nn.Module):
+    """Gives zeros, whatever it gets and whatever its weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0 * x
+
+
 class Biased(nn.Module):
     """Adds to scores what nobody but the eager function of a model sees."""
 
@@ -55,6 +74,13 @@ class Biased(nn.Module):
 def biased() -> PreTrainedModel:
     model = build("llama")
     model.model.layers[0].self_attn = Biased(model.model.layers[0].self_attn)
+    return model
+
+
+def silent() -> PreTrainedModel:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Silent()
     return model
 
 
@@ -81,6 +107,7 @@ def opt() -> PreTrainedModel:
     return made("OPTForCausalLM", "OPTConfig", **sizes, num_attention_heads=4, dropout=0.0)()
 
 
+MEETS = "tokens meet outside its attention"
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "RWKV": (made("RwkvForCausalLM", "RwkvConfig", vocab_size=61, hidden_size=32, num_hidden_layers=2),
         "carries a state"),
@@ -100,7 +127,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
             "MobileBertForMaskedLM", "MobileBertConfig", **TINY, embedding_size=16, intermediate_size=32,
             intra_bottleneck_size=32,
         ),
-        "tokens meet outside its attention",
+        MEETS,
     ),
     "position bias": (made("MPNetForMaskedLM", "MPNetConfig", **TINY, intermediate_size=40),
         "does not go through transformers' AttentionInterface"),
@@ -123,14 +150,17 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "weights": (lambda: build("llama", output_attentions=True), "output_attentions=True"),
     "batch norm": (lambda: with_layer(build("llama"), nn.BatchNorm1d(40)), "other tokens or the batch: BatchNorm1d"),
     "convolution": (lambda: with_layer(build("llama"), nn.Conv1d(40, 40, 3)), "see other tokens or the batch: Conv1d"),
-    "shifts": (lambda: with_layer(build("llama"), Shifted()), "tokens meet outside its attention"),
+    "shifts": (lambda: with_layer(build("llama"), Shifted()), MEETS),
+    "shifts behind a gate of 0": (lambda: with_layer(build("llama"), Gated(0.0)), MEETS),
+    "behind a gate of nearly 0": (lambda: with_layer(build("llama"), Gated(1e-6)), MEETS),
+    "behind one gate of two": (lambda: with_layer(build("llama"), Gated(1.0, 0.0)), MEETS),
     "other arguments": (biased, "passes position_bias to its attention"),
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
     "no weights": (on_meta, "has modules that one of its config lacks: Shifted; load the weights"),
     "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),
     "ones": (lambda: filled(build("llama"), 1.0), "it gives equal results for different tokens"),
     "memory of anything": (lambda: filled(build("llama"), float("nan")), "it gives infinities or NaN"),
-    "layers of zeros": (lambda: filled(build("llama"), 0.0, "layers"), "its attention changes nothing"),
+    "silent attention": (silent, "its attention changes nothing"),
     "positions of zeros": (lambda: filled(opt(), 0.0, "embed_positions"), "embed_positions.weight is 0 everywhere"),
 }  # fmt: skip
 
@@ -144,6 +174,17 @@ def test_models_are_refused_by_name_and_left_as_they_were(name: str) -> None:
         seqpar.parallelize(model, LocalComm())
     assert model.config is config and config._attn_implementation == before
     assert "forward" not in model.__dict__ and not hasattr(model, "_seqpar")
+
+
+def test_what_begins_at_zero_is_as_it_was_and_trains_as_on_one_process() -> None:
+    model = filled(filled(build("llama"), 0.0, "o_proj"), 0.0, "down_proj")
+    every = batches("right", 2)
+    check(run_threads(2, on_ranks, model, every), one_process(model, every, True), every)
+    before = {name: (p, p.data_ptr(), p._version, p.detach().clone()) for name, p in model.named_parameters()}
+    with seqpar.parallelize(model, LocalComm()):
+        for name, p in model.named_parameters():
+            same, memory, version, values = before[name]
+            assert p is same and (p.data_ptr(), p._version) == (memory, version) and p.equal(values), name
 
 
 BATCH = padded(torch.Generator().manual_seed(3), [9, 5], left=False)
@@ -202,8 +243,8 @@ def test_a_rank_that_differs_is_named_on_every_rank() -> None:
     model = build("llama")
     without = {name: x for name, x in BATCH.items() if name != "labels"}
     others = without, *(BATCH | more for more in ({"never_heard_of": 1}, {"labels": IDS}, {"num_items_in_batch": "x"}))
-    for batches in ([BATCH, other] for other in others):
-        found = run_threads(2, errors, model, batches, {})
+    for both in ([BATCH, other] for other in others):
+        found = run_threads(2, errors, model, both, {})
         assert all(isinstance(error, (ValueError, NotImplementedError)) for error in found), found
         assert "rank 1" in str(found[0])
 
