@@ -213,8 +213,8 @@ def _lost(rows: PackedRows, kept: NDArray[np.bool_], at: int, name: str, shift: 
         )
     return ValueError(
         f"{name} at {rows.where(labelled)} would be predicted by the token before it, which attention_mask leaves out "
-        "(as after padding on the left), and one device would count it; set the first label after pads to "
-        f"{ignore_index} (ignore_index), or give shift='document' to share, which predicts no document's first token"
+        "(as after padding on the left), and one device would count it; pad on the right, or set "
+        f"{name}[:, 1:][attention_mask[:, :-1] == 0] = {ignore_index}"
     )
 
 

@@ -186,16 +186,13 @@ def test_labels_of_pads_do_not_count() -> None:
 def test_the_first_label_after_pads_does_not_count() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
-    with advised(
-        ValueError,
-        "set the first label after pads to {} (ignore_index), or give shift='document' to share, which predicts no "
-        "document's first token",
-    ):
+    with advised(ValueError, "pad on the right, or set {}[:, 1:][attention_mask[:, :-1] == 0] = {}"):
         shared(batch)
+    right = {name: torch.cat([x[:1].roll(-2, 1), x[1:]]) for name, x in batch.items()}
     first = batch["labels"].clone()
-    first[0, 2] = -100
-    for more in ({"labels": first}, {}):
-        found = share(batch | more, LocalComm(), plan=ring, shift="row" if more else "document").tensors["labels"]
+    first[:, 1:][mask[:, :-1] == 0] = -100
+    for given in (right, batch | {"labels": first}):
+        found = share(given, LocalComm(), plan=ring).tensors["labels"]
         assert found.tolist() == [4, 5, 6, -100, 8, 9, 10, 11, 12, -100]
 
 

@@ -302,6 +302,25 @@ def _own_loss(model: nn.Module) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), BATCH["labels"][:, 1:].flatten())
 
 
+@pytest.mark.parametrize("way", ["right", "set"])
+def test_the_first_label_after_pads_is_left_out(way: str) -> None:
+    """As labels of transformers' own collator are that pads on the left."""
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :5] = 0
+    ids = torch.arange(1, 25).view(2, 12) * mask
+    labels = ids.masked_fill(mask == 0, -100)
+    model = llama()
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(ValueError, "pad on the right, or set {}[:, 1:][attention_mask[:, :-1] == 0] = {}"):
+            model(input_ids=ids, attention_mask=mask, labels=labels)
+        if way == "set":
+            labels[:, 1:][mask[:, :-1] == 0] = -100
+        else:
+            ids, mask, labels = (torch.stack([x[0], x[1].roll(-5)]) for x in (ids, mask, labels))
+        loss = float(model(input_ids=ids, attention_mask=mask, labels=labels).loss)
+    assert loss == pytest.approx(float(llama()(input_ids=ids, attention_mask=mask, labels=labels).loss), rel=1e-5)
+
+
 def test_a_loss_that_was_replaced_is_computed_outside() -> None:
     model = llama()
     with seqpar.parallelize(model, LocalComm()):
