@@ -115,6 +115,8 @@ def refusals(model: PreTrainedModel) -> list[str]:
     rows = set(text.modules())  # what lies outside of the text model sees the rank's own images
     mixing = sorted({type(m).__name__ for m in rows if isinstance(m, MIXING) and m not in inside})
     mixing += sorted({type(m).__name__ for m in model.modules() if isinstance(m, BATCHES) and m not in rows})
+    if text is not model and any("CrossAttention" in type(m).__name__ for m in rows):
+        reasons.append("it has cross-attention to images")
     if mixing:
         reasons.append(f"it has modules that see other tokens or the batch: {', '.join(mixing)}")
     return reasons + dropping(model)
@@ -337,8 +339,11 @@ def _result(model: PreTrainedModel, out: Any, reasons: list[str]) -> tuple[str, 
 def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) -> tuple[str, str]:
     """The rows that labels belong to, and why the loss cannot be computed here, or ""."""
     function = probe.model.loss_function
-    if "logits" not in whole or function not in SHIFTS:
-        return "row", f"its loss {getattr(function, '__name__', repr(function))} is not a mean over tokens"
+    if "logits" not in whole:
+        return "row", "it returns no logits"
+    if function not in SHIFTS:
+        name = getattr(function, "__name__", repr(function))
+        return "row", f"its loss_function {name} is none of {', '.join(known.__name__ for known in SHIFTS)}"
     shift = SHIFTS[function]
 
     def is_mean(logits: Tensor, own: Tensor | None) -> bool:

@@ -134,7 +134,10 @@ class ParallelVision(ParallelTransformer):
 
     entries = (*ROWS, GRID, DEEP, SEEN, PER_LAYER)
     optional = (GRID, DEEP, SEEN)
-    returned = ("hidden_states", "image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas")
+    returned = (
+        "hidden_states", "image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas",
+        "attention_mask",
+    )  # fmt: skip
 
     _bringing: Bringing | None = None
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -427,6 +428,48 @@ def test_the_text_model_of_a_family_with_images_is_one_of_text() -> None:
     row = Architecture("gemma3_text", "dense")
     model, whole = build(row, dtype=torch.float32), build(EVERY["gemma3"], dtype=torch.float32)
     assert text_of(model) is model and text_of(whole) is whole.model.language_model
+
+
+TEXT_SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "pad_token_id": 0}
+TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "attention_heads": 4}
+
+
+def test_cross_attention_to_images_is_refused() -> None:
+    text = TEXT_SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    tiles = {"image_size": 28, "patch_size": 14, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    layers = {"num_global_layers": 1, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+    config = transformers.MllamaConfig(text_config=text, vision_config=TOWER | tiles | layers)
+    model = transformers.MllamaForConditionalGeneration._from_config(config)
+    with pytest.raises(NotImplementedError, match="it has cross-attention to images; train it with data parallelism"):
+        seqpar.parallelize(model, LocalComm())
+
+
+def test_a_mask_among_the_results_is_that_of_the_batch() -> None:
+    """As Qwen2-Audio returns it."""
+    tower = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 40}
+    config = transformers.Qwen2AudioConfig(
+        text_config=TEXT_SIZES | {"model_type": "qwen2", "num_hidden_layers": 1, "num_key_value_heads": 2},
+        audio_config=tower | {"num_mel_bins": 8, "max_source_positions": 20}, audio_token_index=50,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2AudioForConditionalGeneration._from_config(config, attn_implementation="eager").double()
+    ids, mask = torch.randint(1, 50, (4, 24)), torch.ones(4, 24, dtype=torch.int64)
+    ids[:, 2:12], mask[1:3, 20:] = 50, 0
+    whole = {
+        "input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | (ids == 50), -100),
+        "input_features": torch.randn(4, 8, 40).double(),
+        "feature_attention_mask": torch.ones(4, 40, dtype=torch.int64),
+    }  # fmt: skip
+
+    def rank(comm: Comm) -> Outcome:
+        own, half = copy.deepcopy(model), slice(2 * comm.rank, 2 * comm.rank + 2)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=cut):
+            out = own(**{name: x[half] for name, x in whole.items()})
+            assert out.attention_mask.equal(mask[half])
+            return outcome(own, out.loss)
+
+    with islands(torch.float64):
+        compare(run_threads(2, rank), outcome(model, model(**whole).loss), torch.float64)
 
 
 def test_batch_norms_of_towers_see_the_images_of_one_rank_and_are_refused() -> None:
