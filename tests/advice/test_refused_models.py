@@ -77,6 +77,8 @@ def test_a_model_of_zeros_is_loaded_or_initialised_first(way: str) -> None:
 
 # --- another way ------------------------------------------------------------------------------------------------------
 
+TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
 
 def test_a_balance_loss_of_one_rank_is_not_asked_for() -> None:
     model = built("Mixtral", {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True})
@@ -122,18 +124,18 @@ def test_a_model_that_calls_pytorchs_attention_is_given_rows() -> None:
 
 
 def test_a_model_is_made_without_its_pooler() -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "embedding_size": 16, "intermediate_size": 40}
-    config = transformers.AlbertConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.BertConfig(**TINY)
+    pooling = transformers.BertModel(config)
+    pooling.pooler = nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(16))
     with advised(NotImplementedError, "make it with add_pooling_layer=False"):
-        seqpar.parallelize(transformers.AlbertModel(config), LocalComm())
-    model = transformers.AlbertModel(config, add_pooling_layer=False).eval()
+        seqpar.parallelize(pooling, LocalComm())
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
     with torch.no_grad():
         expected = model(ROW["input_ids"]).last_hidden_state
         with seqpar.parallelize(model, LocalComm()):
             assert torch.allclose(model(ROW["input_ids"]).last_hidden_state, expected, atol=1e-5)
 
 
-TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 REFUSED: dict[str, Callable[[], Any]] = {
     "a recurrence": lambda: transformers.RwkvForCausalLM(
         transformers.RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)

@@ -72,9 +72,17 @@ def pools(model: PreTrainedModel, hidden: Tensor, pooled: Tensor) -> bool:
     if not isinstance(pooler, nn.Module):
         return False
     try:
-        return _close(pooler(hidden[:, :1]), pooled) and _close(pooler(hidden), pooled)
+        return all(_close(pooled_of(model, rows), pooled) for rows in (hidden[:, :1], hidden))
     except Exception:
         return False
+
+
+def pooled_of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """What the ``pooler`` of a base model makes of rows [B, S, hidden]."""
+    pooler: Any = model.pooler
+    if activation := getattr(model, "pooler_activation", None):  # ALBERT's is a layer of its first row
+        return activation(pooler(hidden[:, 0]))  # type: ignore[no-any-return]
+    return pooler(hidden)  # type: ignore[no-any-return]
 
 
 def pad_of(model: PreTrainedModel) -> int:
@@ -199,7 +207,7 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> str:
                 if not _close(torch.stack(each).mean()[None], whole[None]) or not _close(counted[None], whole[None]):
                     return "its loss is not a mean over the rows of a batch"
     except Exception as error:
-        return f"trying its loss failed: {type(error).__name__}: {error}"
+        return f"its loss is not one of {', '.join(some)}, which failed: {type(error).__name__}: {error}"
     finally:
         model.config.problem_type = own
     return ""
@@ -220,7 +228,7 @@ def _changed(model: PreTrainedModel, mask: Tensor) -> Iterator[None]:
         hidden = out["last_hidden_state"]
         out["last_hidden_state"] = hidden.where(mask.bool()[..., None], 3 - 2 * hidden)
         if out.get(POOLER) is not None:
-            out[POOLER] = base.pooler(out["last_hidden_state"])  # type: ignore[operator]
+            out[POOLER] = pooled_of(base, out["last_hidden_state"])
         return out
 
     hook = model.base_model.register_forward_hook(change)

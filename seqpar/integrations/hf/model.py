@@ -50,7 +50,7 @@ from seqpar.integrations.hf.config import ASKED
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, asks, balance, can_ask, weight_of
 from seqpar.integrations.hf.fit import PER_TOKEN, fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
-from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, misread, pad_of
+from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, misread, pad_of, pooled_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COLUMNS, COUNTED, counted, counts
@@ -613,7 +613,7 @@ class ParallelTransformer(ParallelModel):
             if results.get(name) is not None:
                 results[name] = back(own, results[name][0]) if call.logits else None
         if results.get(POOLER) is not None:
-            results[POOLER] = module.pooler(results["last_hidden_state"])
+            results[POOLER] = pooled_of(module, results["last_hidden_state"])
         if results.get("hidden_states") is not None:
             if odd := [list(x.shape) for x in results["hidden_states"] if x.shape[:-1] != (1, len(own.positions))]:
                 raise NotImplementedError(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForNextSentencePrediction, BertModel
 
 import seqpar
 from seqpar import Comm, LocalComm
@@ -22,7 +22,9 @@ from tests.integrations.hf.unions import build, check, on_ranks, one
 HEAD = "ForSequenceClassification"
 SINGLE, REWARD = {"num_labels": 3}, {"num_labels": 1}
 SEVERAL = {"num_labels": 3, "problem_type": "multi_label_classification"}
-DROPOUTS: dict[str, dict[str, Any]] = {"distilbert": {"seq_classif_dropout": 0.0}}
+DROPOUTS: dict[str, dict[str, Any]] = {
+    "distilbert": {"seq_classif_dropout": 0.0}, "albert": {"classifier_dropout_prob": 0.0},
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SINGLE),
     "llama reward": ("llama", REWARD),
@@ -32,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert cls": ("modernbert", SINGLE | {"classifier_pooling": "cls"}),
     "modernbert mean": ("modernbert", SEVERAL | {"classifier_pooling": "mean"}),
     "bert": ("bert", SINGLE),
+    "albert": ("albert", SINGLE),
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     f"{kind} {name}": (kind, config)
@@ -150,7 +153,7 @@ def test_rewards_come_home() -> None:
             torch.testing.assert_close(rewards, model(**batch).logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "albert"])
 def test_poolers_read_the_first_row_at_home(kind: str) -> None:
     model = build(Architecture(kind, "encoder", head="Model"))
     every = [{name: x for name, x in batch.items() if name != "labels"} for batch in batches("right", 2)]
@@ -212,6 +215,15 @@ def test_a_loss_over_pairs_of_rows_is_left_to_its_owner() -> None:
             model(**batch)
         batch.pop("labels")
         assert model(**batch).logits.shape == (3, 1)
+
+
+def test_a_loss_over_both_scores_of_a_sentence_is_left_to_its_owner() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = BertForNextSentencePrediction(BertConfig(**sizes, num_attention_heads=4))
+    batch = labelled(batches("right", 1), SINGLE, torch.float32)[0]
+    says = "its loss is not one of single_label_classification, regression, multi_label_classification, which failed"
+    with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match=says):
+        model(**batch)
 
 
 def test_a_config_that_asks_for_tuples_gets_them() -> None:
