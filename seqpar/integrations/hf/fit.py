@@ -343,7 +343,7 @@ def _loss(probe: _Probe, whole: Any, ids: Tensor, labels: Tensor, at: Tensor) ->
         return "row", "it returns no logits"
     if function not in SHIFTS:
         name = getattr(function, "__name__", repr(function))
-        return "row", f"its loss_function {name} is none of {', '.join(known.__name__ for known in SHIFTS)}"
+        return "row", f"its loss_function {name} is not among {', '.join(known.__name__ for known in SHIFTS)}"
     shift = SHIFTS[function]
 
     def is_mean(logits: Tensor, own: Tensor | None) -> bool:

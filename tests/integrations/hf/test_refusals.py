@@ -351,7 +351,7 @@ def test_a_loss_that_is_not_over_tokens_is_left_to_its_owner() -> None:
     model = scaled_loss()
     with seqpar.parallelize(model, LocalComm()):
         with pytest.raises(
-            NotImplementedError, match="labels for LlamaForCausalLM: its loss_function <lambda> is none of"
+            NotImplementedError, match="labels for LlamaForCausalLM: its loss_function <lambda> is not among"
         ):
             model(**BATCH)
         assert model(input_ids=IDS).logits.shape == (2, 9, 61)
