@@ -314,7 +314,8 @@ class Parallelized(ParallelModel):
             facts = {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            if self.check_inputs and seen.forwards in COMPARED:
+            may_differ = not seen.forwards or torch.is_grad_enabled()  # else no optimizer has stepped
+            if self.check_inputs and seen.forwards in COMPARED and may_differ:
                 since = ", as without sync_gradients before an optimizer's steps" if seen.forwards else ""
                 facts[f"weights{since}"] = weights_of(model)
             modes = tuple([module.training for module in seen.modules])

@@ -108,7 +108,7 @@ def _compared(
         recipe.check(model, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
         count = sharing.forwards.get(model, 0)
-        if count in COMPARED:
+        if count in COMPARED and (not count or torch.is_grad_enabled()):  # else no optimizer has stepped
             facts.own["weights"] = weights_of(model)
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
