@@ -317,7 +317,7 @@ class Parallelized(ParallelModel):
             may_differ = not seen.forwards or torch.is_grad_enabled()  # else no optimizer has stepped
             if self.check_inputs and seen.forwards in COMPARED and may_differ:
                 since = ", as without sync_gradients before an optimizer's steps" if seen.forwards else ""
-                facts[f"weights{since}"] = weights_of(model)
+                facts[f"weights{since}"] = weights_of(model, buffers=not seen.forwards)
             modes = tuple([module.training for module in seen.modules])
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
             facts["stages with a cache"] = cached

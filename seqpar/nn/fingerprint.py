@@ -39,12 +39,12 @@ def fingerprint(value: object) -> object:
     return (tuple(value.shape), value.dtype, ordered(value)) if isinstance(value, Tensor) else repr(value)
 
 
-def weights_of(model: nn.Module) -> int:
-    """A fingerprint of a model's parameters and buffers, without those that a wrapper has sharded.
+def weights_of(model: nn.Module, *, buffers: bool = True) -> int:
+    """A fingerprint of a model's parameters, and of its buffers, without those that a wrapper has sharded.
 
     Not taken from the state dict: reading that makes fully_shard drop the weights that a forward needs.
     """
-    return sum(map(hashed, (*model.parameters(), *model.buffers())))
+    return sum(map(hashed, (*model.parameters(), *(model.buffers() if buffers else ()))))
 
 
 def hashed(x: object) -> int:

@@ -109,7 +109,7 @@ def _compared(
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
         count = sharing.forwards.get(model, 0)
         if count in COMPARED and (not count or torch.is_grad_enabled()):  # else no optimizer has stepped
-            facts.own["weights"] = weights_of(model)
+            facts.own["weights"] = weights_of(model, buffers=not count)  # a step leaves buffers alone
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
         if recipe.mask and not recipe.masks:
