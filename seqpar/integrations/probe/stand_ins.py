@@ -25,7 +25,7 @@ from seqpar.integrations.probe.record import under_trial
 from seqpar.plan import Plan
 
 ASLEEP = 1e-3  # a parameter whose largest element is below this may hide an effect
-SOME = 4096  # elements of a parameter, one of which usually tells that it is not nearly zero
+SOME = 4096  # elements of a parameter; usually one of them tells that it is not nearly zero
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
