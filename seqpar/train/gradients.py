@@ -276,7 +276,7 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
         if p.grad is not None and not dense:
             return NotImplementedError(
                 f"sync_gradients: {what} has a gradient of layout {p.grad.layout} and dtype {p.grad.dtype}, expected "
-                f"a dense one of {_grad_dtype(p)}; give it p.grad = p.grad.to_dense().to(p.dtype) before"
+                f"a dense one of {_grad_dtype(p)}; give it p.grad = p.grad.to_dense().to({_grad_dtype(p)}) before"
             )
     return None
 

@@ -20,6 +20,16 @@ TEXT, SAMPLES = 5, 2
 GRID = (3, 5)  # of an image: 15 tokens, which 2 and 4 do not divide
 VIDEO = (3, 2, 5)
 
+# settings that copies of these models share
+LIKE_WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+    "text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "num_layers": 2, "cross_attn_norm": True, "rope_max_seq_len": 32,
+}  # fmt: skip
+LIKE_FLUX: dict[str, Any] = {
+    "patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 12,
+    "num_attention_heads": 3, "joint_attention_dim": 8, "axes_dims_rope": (4, 4, 4),
+}  # fmt: skip
+
 
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -75,8 +85,7 @@ def wan(
     text: int = TEXT, samples: int = SAMPLES, tokenwise: bool = False, image: int = 0
 ) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
-        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
+        **LIKE_WAN,
         image_dim=8 if image else None, added_kv_proj_dim=24 if image else None,
     )  # fmt: skip
     # beside embeddings of an image, text has the length that the model takes for granted
@@ -112,8 +121,7 @@ def video_of(samples: int, channels: int = 4) -> Tensor:
 
 def chrono(text: int = TEXT, samples: int = SAMPLES, image: int = 3) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.ChronoEditTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
-        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32, image_dim=8,
+        **LIKE_WAN, image_dim=8,
         added_kv_proj_dim=24,
     )  # fmt: skip
     return model, {
@@ -125,8 +133,7 @@ def chrono(text: int = TEXT, samples: int = SAMPLES, image: int = 3) -> tuple[nn
 
 def vace(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.WanVACETransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
-        freq_dim=8, ffn_dim=16, num_layers=3, cross_attn_norm=True, rope_max_seq_len=32, vace_layers=[0, 2],
+        **LIKE_WAN | {"num_layers": 3}, vace_layers=[0, 2],
         vace_in_channels=6,
     )  # fmt: skip
     f, h, w = VIDEO
@@ -140,32 +147,29 @@ def vace(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str,
 
 def ovis(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.OvisImageTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
-        joint_attention_dim=8, axes_dims_rope=(4, 4, 4),
-    )  # fmt: skip
+        **LIKE_FLUX,
+    )
     return model, _image_and_text(text, samples)
 
 
 def longcat(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.LongCatImageTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
-        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(4, 4, 4),
-    )  # fmt: skip
+        **LIKE_FLUX,
+        pooled_projection_dim=8,
+    )
     return model, _image_and_text(text, samples)
 
 
 def bria(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.BriaTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=12, num_attention_heads=3,
-        joint_attention_dim=8, axes_dims_rope=(4, 4, 4),
-    )  # fmt: skip
+        **LIKE_FLUX,
+    )
     return model, _image_and_text(text, samples)
 
 
 def skyreels(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.SkyReelsV2Transformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
-        freq_dim=8, ffn_dim=16, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32, inject_sample_info=True,
+        **LIKE_WAN, inject_sample_info=True,
     )  # fmt: skip
     return model, {
         "hidden_states": video_of(samples), "timestep": random(samples, seed=4).abs() * 500,

@@ -79,6 +79,9 @@ class SharedForward(Rerouting):
                 )
         return super()._scaled_dot_product(query, key, value, None, *rest, **named)
 
+    def _compare_keys(self, k: Tensor) -> None:
+        """Nothing: the recipe knows which keys are shares."""
+
     def _check_meaning(self, is_causal: bool) -> None:
         if is_causal:
             raise NotImplementedError("diffusers: causal attention is not supported")

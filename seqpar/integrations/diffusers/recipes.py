@@ -103,7 +103,8 @@ class ModelRecipe:
                 f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
             )
         for name, supported in self.settings.items():
-            if (value := model.config[name]) not in supported:  # type: ignore[index]
+            # other versions of diffusers may not have the setting
+            if (value := model.config.get(name, supported[0])) not in supported:  # type: ignore[union-attr, operator]
                 raise NotImplementedError(
                     f"diffusers: {name_of(model)} with {name}={value!r:.200}, expected one of {supported}"
                 )

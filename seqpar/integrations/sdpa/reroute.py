@@ -36,11 +36,11 @@ from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
 from seqpar.ops.core.autocast import autocast
+from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 from seqpar.train import check_model
-from seqpar.train.dtensor import is_dtensor
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -482,12 +482,7 @@ def _check_kinds(tensors: list[Tensor], mask: Tensor | None) -> None:
         raise NotImplementedError(
             "sdpa: attention of nested tensors; give this rank's rows of all documents back to back, [1, H, T, D]"
         )
-    if sharded := [x for x in tensors if is_dtensor(x)]:
-        placements = ", ".join(map(str, sharded[0].placements))  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            f"sdpa: attention of a DTensor {list(sharded[0].shape)} with {placements}, expected the part on this rank; "
-            "give its .to_local(), and a comm of the ranks that hold the same heads"
-        )
+    check_dense("sdpa", tensors)
     if mask is not None and type(mask) not in (Tensor, nn.Parameter):
         raise NotImplementedError(
             f"sdpa: attn_mask is a {type(mask).__name__}, which has no values of its own; give is_causal=True and a "
