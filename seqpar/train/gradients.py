@@ -106,10 +106,10 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
     found = comm.gather("sync_gradients", claim, _refusal(several, ranks))
     for rank, other in enumerate(found):
         if other.digest != found[0].digest:
-            shapes = [list(local(p).shape) for p in several]
+            shapes = [f"{_grad_dtype(p)}{list(local(p).shape)}".removeprefix("torch.") for p in several]
             raise ValueError(
                 f"sync_gradients: rank {rank} has other parameters than rank 0, or another bucket_bytes (here they are "
-                f"{len(several)}, {shapes!r:.500}); give every rank the same parameters in the "
+                f"{len(several)}, {', '.join(shapes):.500}); give every rank the same parameters in the "
                 "same order, and one bucket_bytes"
             )
     _check_once(several, found, comm)
