@@ -229,12 +229,90 @@ def sd3(text: int = TEXT, samples: int = SAMPLES) -> tuple[nn.Module, dict[str, 
     }  # fmt: skip
 
 
+def ltx2(
+    text: int = TEXT, samples: int = SAMPLES, audio: int = 7, newer: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """LTX-2, or the settings of LTX-2.3: gates, prompts modulated by time, angles by halves, guided samples."""
+    more: dict[str, Any] = {
+        "gated_attn": True, "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True,
+        "rope_type": "split", "perturbed_attn": True, "use_keyframes_abs_pos_embedding": True,
+    }  # fmt: skip
+    model = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+        audio_in_channels=6, audio_out_channels=6, audio_num_attention_heads=2, audio_attention_head_dim=4,
+        audio_cross_attention_dim=8, num_layers=2, caption_channels=8, pos_embed_max_pos=4, base_height=64,
+        base_width=64, **more if newer else {},
+    )  # fmt: skip
+    valid = torch.ones(samples, text)
+    valid[0, -1] = 0 if text > 1 else 1
+    f, h, w = VIDEO
+    inputs = {
+        "hidden_states": random(samples, f * h * w, 4, seed=1), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "encoder_attention_mask": valid,
+        "audio_hidden_states": random(samples, audio, 6, seed=6),
+        "audio_encoder_hidden_states": random(samples, text, 8, seed=3),
+        "num_frames": f, "height": h, "width": w, "audio_num_frames": audio,
+    }  # fmt: skip
+    if newer:
+        inputs |= {
+            "timestep": random(samples, f * h * w, seed=4).abs() * 500, "sigma": random(samples, seed=5).abs() * 500,
+            "audio_timestep": random(samples, audio, seed=7).abs() * 500, "use_cross_timestep": True,
+            "spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.arange(samples).double(),
+            "video_keyframes_mask": random(samples, f * h * w, 1, seed=8),
+        }  # fmt: skip
+    return model, inputs
+
+
+def helios(
+    text: int = TEXT, samples: int = SAMPLES, history: bool = True, amplified: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.HeliosTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=8, ffn_dim=16,
+        num_layers=2, rope_dim=(4, 4, 4), is_amplify_history=amplified, guidance_cross_attn=not amplified,
+    )  # fmt: skip
+    f, h, w = VIDEO
+    past = {"short": 2, "mid": 2, "long": 5} if history else {}
+    inputs = {
+        "hidden_states": video_of(samples), "timestep": random(samples, seed=4).abs() * 500,
+        "encoder_hidden_states": random(samples, text, 8, seed=2),
+        "indices_hidden_states": torch.arange(9, 9 + f).expand(samples, -1),
+    }  # fmt: skip
+    for seed, (age, frames) in enumerate(past.items()):
+        inputs[f"latents_history_{age}"] = random(samples, 4, frames, 2 * h, 2 * w, seed=10 + seed)
+        inputs[f"indices_latents_history_{age}"] = torch.arange(frames).expand(samples, -1)
+    return model, inputs
+
+
+def minimax(text: int = TEXT, samples: int = SAMPLES, audio: int = 4) -> tuple[nn.Module, dict[str, Any]]:
+    """MiniMax H3, whose rows of text, video and audio are packed in an order of the caller's."""
+    model = diffusers.MiniMaxH3Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=2, num_refiner_layers=1, ffn_dim=16,
+        in_channels=2, audio_in_channels=3, text_dim=8, freq_dim=8, time_embed_hidden_dim=8, time_embed_dim=8,
+        rope_freq_dim=2,
+    )  # fmt: skip
+    counts = {"video": 15, "text": text, "audio": audio}
+    whole = sum(counts.values())
+    order = torch.randperm(whole, generator=torch.Generator().manual_seed(5))
+    video, texts, audios = (part.sort().values for part in order.split(list(counts.values())))
+    tags = torch.zeros(whole, dtype=torch.long)
+    tags[texts], tags[audios] = 1, 2
+    return model, {
+        "hidden_states": random(samples, 15, 8, seed=1), "audio_hidden_states": random(samples, audio, 3, seed=6),
+        "encoder_hidden_states": random(samples, text, 8, seed=2), "timestep": torch.tensor([0.0, 0.7]).double(),
+        "timestep_indices": torch.arange(whole) % 2, "token_tags": tags,
+        "position_ids": random(whole, 3, seed=7).abs() * 9, "video_indices": video, "audio_indices": audios,
+        "text_indices": texts,
+    }  # fmt: skip
+
+
 MODELS: dict[str, Callable[..., tuple[nn.Module, dict[str, Any]]]] = {
     "flux": flux, "flux2": flux2, "qwen": qwen, "qwen masked": partial(qwen, masked=True), "wan": wan,
     "wan tokenwise": partial(wan, tokenwise=True), "wan image": partial(wan, image=3), "ltx": ltx, "vace": vace,
     "chrono": chrono, "ovis": ovis, "longcat": longcat, "cogvideox": cogvideox,
     "cogvideox 2b": partial(cogvideox, rotary=False), "hunyuan": hunyuan, "sd3": sd3,
-    "hunyuan masked": partial(hunyuan, masked=True), "bria": bria, "skyreels": skyreels,
+    "hunyuan masked": partial(hunyuan, masked=True), "bria": bria, "skyreels": skyreels, "ltx2": ltx2,
+    "ltx2 newer": partial(ltx2, newer=True), "helios": helios, "helios alone": partial(helios, history=False),
+    "helios amplified": partial(helios, amplified=True), "minimax": minimax,
 }  # fmt: skip
 
 
@@ -248,6 +326,8 @@ def made(name: str, dtype: torch.dtype = torch.float64, **sizes: int) -> tuple[n
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    out = model(**inputs, return_dict=False)[0]
+    """The output, of a model with several all of them side by side, and the loss."""
+    several = model(**inputs, return_dict=False)
+    out = several[0] if len(several) == 1 else torch.cat([x.flatten(1) for x in several], 1)
     target = random(*out.shape, seed=9).to(out.dtype)
     return out.detach(), (out - target).square().mean()

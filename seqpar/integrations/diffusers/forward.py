@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from seqpar.comm.entry import uncompiled
 from seqpar.dsp.checks import draws
-from seqpar.integrations.diffusers.tokens import Sharing, TokenCounts
+from seqpar.integrations.diffusers.tokens import Sharing, Streams, TokenCounts
 from seqpar.integrations.sdpa.reroute import Rerouting
+from seqpar.ops.core.regions import run_again_inside
 
 
 class SharedForward(Rerouting):
@@ -23,15 +25,16 @@ class SharedForward(Rerouting):
     """
 
     def __init__(
-        self, sharing: Sharing, sizes: TokenCounts, *, whole: Mapping[str, Any] = MappingProxyType({}),
-        masked: bool = False, again: bool = False,
+        self, sharing: Sharing, sizes: TokenCounts, joint: Streams, *,
+        whole: Mapping[str, Any] = MappingProxyType({}), masked: bool = False, again: bool = False,
     ) -> None:  # fmt: skip
-        joint, self.image_plan = sharing.plans_of(sizes)
         # its recipe knows the model: no trial
         super().__init__(
-            joint, sharing.comm, lambda query, key: self.cross > 0, None, sharing.numerics, again=again, tries=False
-        )
+            sharing.plan(sizes, joint, joint), sharing.comm, lambda query, key: self.cross > 0, None, sharing.numerics,
+            again=again, tries=False,
+        )  # fmt: skip
         self.sharing, self.sizes, self.whole, self.masked, self.cross = sharing, sizes, whole, masked, 0
+        self.joint, self.over = joint, (joint, joint)
 
     def __enter__(self) -> SharedForward:
         super().__enter__()
@@ -56,18 +59,49 @@ class SharedForward(Rerouting):
             )
 
     def _again(self, first: int) -> Callable[[], SharedForward]:
-        return lambda: SharedForward(self.sharing, self.sizes, whole=self.whole, masked=self.masked, again=True)
+        return lambda: SharedForward(
+            self.sharing, self.sizes, self.joint, whole=self.whole, masked=self.masked, again=True
+        )
+
+    @contextmanager
+    def attending(self, queries: Streams, keys: Streams) -> Iterator[None]:
+        """Inside, attention is from this rank's tokens of some streams to all ranks' tokens of some."""
+        before = self.plan, self.over
+        self.plan, self.over = self.sharing.plan(self.sizes, queries, keys), (queries, keys)
+        try:
+            yield
+        finally:
+            self.plan, self.over = before
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Inside, attention is over tensors that every rank has whole, and sends nothing."""
+        self._stay_again()
+        self.cross += 1
+        try:
+            yield
+        finally:
+            self.cross -= 1
+
+    @uncompiled
+    def _stay_again(self) -> None:
+        with self._refusals():
+            run_again_inside(self._again(self.calls), self, self.outside)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
         scale: float | None, samples: int = 1,
     ) -> Tensor:  # fmt: skip
-        kept = self.sharing.kept(self.sizes)
-        if kept is None or not len(kept) == q.shape[0] == k.shape[0]:
+        kept = [self.sharing.kept(self.sizes, streams) for streams in self.over]
+        if any(flags is not None and len(flags) != len(x) for flags, x in zip(kept, (q, k))):
             return super()._attend(q, k, v, mask, dropout_p, is_causal, scale, samples)
-        at = kept.nonzero()[:, 0].to(q.device)
-        out = super()._attend(q[at], k[at], v[at], mask, dropout_p, is_causal, scale)
-        return out.new_zeros(len(kept), *out.shape[1:]).index_copy(0, at, out)
+        at, keys = (None if flags is None else flags.nonzero()[:, 0].to(q.device) for flags in kept)
+        if keys is not None:
+            k, v = k[keys], v[keys]
+        if at is None:
+            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale, samples if keys is None else 1)
+        out = super()._attend(q[at], k, v, mask, dropout_p, is_causal, scale)
+        return out.new_zeros(len(q), *out.shape[1:]).index_copy(0, at, out)
 
     def _scaled_dot_product(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
@@ -86,13 +120,27 @@ class SharedForward(Rerouting):
         if is_causal:
             raise NotImplementedError("diffusers: causal attention is not supported")
 
-    def rows(self, x: Tensor, dim: int, stream: str = "image") -> Tensor:
-        """This rank's rows of a whole tensor; one unused row if it has none, since models expect some."""
-        count = getattr(self.sizes, stream)
-        if x.shape[dim] != count:
-            raise ValueError(f"diffusers: {list(x.shape)} at dim {dim}, expected {count} tokens of the {stream}")
-        part = self.sharing.part(count, self.comm.rank)
-        return x.narrow(dim, part.start, len(part)) if part or not count else x.narrow(dim, 0, 1)
+    def rows(self, x: Tensor, dim: int, *streams: str) -> Tensor:
+        """This rank's rows of a whole tensor, stream after stream; of a stream it has none of, one unused row.
+
+        Models expect some.
+        """
+        counts = self.sizes.of(streams)
+        if x.shape[dim] != sum(counts):
+            raise ValueError(
+                f"diffusers: {list(x.shape)} at dim {dim}, expected {sum(counts)} tokens of the {' and '.join(streams)}"
+            )
+        parts = [self.sharing.part(count, self.comm.rank) for count in counts]
+        own = [
+            whole.narrow(dim, part.start, len(part)) if part or not count else whole.narrow(dim, 0, 1)
+            for whole, part, count in zip(x.split(counts, dim), parts, counts)
+        ]
+        return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+    def held(self, stream: str) -> int:
+        """How many rows of a stream this rank has in each sample, an unused one included."""
+        (count,) = self.sizes.of((stream,))
+        return len(self.sharing.part(count, self.comm.rank)) or min(count, 1)
 
 
 _local = threading.local()

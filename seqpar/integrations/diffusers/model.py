@@ -17,19 +17,20 @@ the first forwards their weights: different noise on different ranks would go un
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
-from seqpar.dsp.moves import unshard_alike
 from seqpar.dsp.specs import SPECS
-from seqpar.integrations.diffusers.forward import SharedForward, current
-from seqpar.integrations.diffusers.recipes import RECIPES, ModelRecipe, attentions, check_alone
+from seqpar.integrations.diffusers.forward import SharedForward
+from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
+from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.fingerprint import COMPARED, fingerprint, leaves, weights_of
 from seqpar.nn.kinds import name_of
@@ -59,17 +60,27 @@ def parallelize(
     if recipe is None:
         raise NotImplementedError(_unknown(name_of(model)))
     check_makes_plans(model, plan, "(mask, layout)")
+    if any(queries != keys for queries, keys in recipe.attends.values()):
+        _check_takes_key_layout(model, plan)
     numerics = Numerics.checked(accuracy, deterministic)
     check_alone(model)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics, recipe.text_first)))
-    for name, function in recipe.modules.items():
-        handle.put_around(model.get_submodule(name), function)
-    for name, module in attentions(model):
-        handle.put_around(module, _cross if {*name.split(".")} & {*recipe.cross} else _joint)
-    handle.put_around(model.get_submodule("proj_out"), _gathering)
+    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics)))
+    for name, wrapper in recipe.surrounding(model).items():
+        handle.put_around(model.get_submodule(name), wrapper)
     return handle
+
+
+def _check_takes_key_layout(model: nn.Module, plan: Callable[..., Any]) -> None:
+    """Raise TypeError for a ``plan=`` that cannot be told where keys are."""
+    try:
+        inspect.signature(plan).bind(None, None, kv_layout=None)
+    except TypeError as error:
+        raise TypeError(
+            f"parallelize({name_of(model)}, plan=): {error}, but some of its attention is from tokens of video to "
+            "those of audio and back; give a function of (mask, layout, *, kv_layout=)"
+        ) from None
 
 
 def _unknown(name: str) -> str:
@@ -86,7 +97,7 @@ def _forward(
 ) -> Any:
     """The model's forward: compare all ranks' inputs, share them out, run."""
     arguments, sizes = _compared(recipe, sharing, model, args, arguments)
-    with SharedForward(sharing, sizes, whole=dict(arguments), masked=recipe.masks) as run:
+    with SharedForward(sharing, sizes, recipe.joint, whole=dict(arguments), masked=recipe.masks) as run:
         for name, (dim, stream) in recipe.shared.items():
             if arguments.get(name) is not None:
                 arguments[name] = run.rows(arguments[name], dim, stream)
@@ -114,9 +125,12 @@ def _compared(
         sizes = recipe.sizes(model, arguments, valid)
         if recipe.mask and not recipe.masks:
             arguments.pop(recipe.mask, None)
+    for queries, keys in ((recipe.joint, recipe.joint), *recipe.attends.values()):
+        sharing.plan(sizes, queries, keys)  # here no compiler looks on
+    for stream in recipe.exits.values():
+        sharing.gathered(sizes, stream)
     sharing.forwards[model] = count + 1
     _same_on_all(facts.every, count)
-    sharing.plans_of(sizes)
     return arguments, sizes
 
 
@@ -136,55 +150,3 @@ def _same_on_all(facts: Sequence[dict[str, Any]], count: int) -> None:
                     f"{other.get(name)} (shape, dtype, fingerprint); pass the same whole tensors on every "
                     "rank, drawn with the same seed"
                 )
-
-
-def _joint(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention over the tokens of all ranks."""
-    run = current()
-    before = run.calls
-    out = forward(*args, **kwargs)
-    if run.calls != before + 1:
-        raise NotImplementedError(
-            f"diffusers: {type(module.processor).__name__} made {run.calls - before} calls of "  # type: ignore[union-attr]
-            "F.scaled_dot_product_attention, expected one; give it a processor of diffusers as it is"
-        )
-    return out
-
-
-def _cross(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention over tensors that every rank has whole."""
-    run = current()
-    run.cross += 1
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        run.cross -= 1
-
-
-def _gathering(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """The whole output, gathered from this rank's rows of the module's output."""
-    run = current()
-    rows = forward(*args, **kwargs).narrow(1, 0, run.image_plan.rows(run.comm.rank))
-    part = run.sharing.part(run.sizes.image, run.comm.rank)
-    out = unshard_alike(rows, run.image_plan, run.comm, dim=1, start=part.start)
-    if out.requires_grad:
-        out.register_hook(partial(_compare_gradient, run.comm))
-    return out
-
-
-def _compare_gradient(comm: Comm, grad: Tensor) -> None:
-    """Raise ValueError on every rank if the gradient of the whole output differs between ranks. A collective."""
-    wide = grad.double()
-    sums = torch.stack([wide.sum(), wide.square().sum()]).tolist()
-    for rank, other in enumerate(every := comm.gather("diffusers: backward", sums)):
-        scale = (grad.numel() * max(every[0][1], other[1])) ** 0.5
-        if not (_near(other[0], every[0][0], scale) and _near(other[1], every[0][1], scale**2)):
-            raise ValueError(
-                f"diffusers: the gradient of the output differs between rank 0 and rank {rank}: sum and sum of "
-                f"squares {every[0]} and {other}; compute the whole loss on every rank, from the same target"
-            )
-
-
-def _near(a: float, b: float, scale: float) -> bool:
-    # an overflow happens on all ranks, and a gradient scaler will skip the step
-    return a == b or (a != a and b != b) or abs(a - b) <= 1e-3 * scale

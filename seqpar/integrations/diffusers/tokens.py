@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,75 +18,100 @@ from seqpar.facts.mask import Mask
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
 
-T = TypeVar("T")
-MakePlan = Callable[[Mask, Layout], Plan]
+MakePlan = Callable[..., Plan]  # of a mask, a layout, and kv_layout= where keys are other tokens than queries
+Array = np.ndarray[Any, Any]
+Streams = tuple[str, ...]  # kinds of tokens, in the order of an attention's rows
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Samples of a forward, and tokens of each: text in joint attention, and image. valid: the text that is seen."""
+    """Samples of a forward, and tokens of each, by stream. valid: the text that is seen, if not all is."""
 
     samples: int
-    text: int
-    image: int
+    text: int = 0
+    image: int = 0
+    audio: int = 0
+    history: int = 0
     valid: bytes | None = None
+
+    def of(self, streams: Streams) -> list[int]:
+        """How many tokens a sample has in each stream."""
+        return [getattr(self, stream) for stream in streams]
 
 
 @dataclass
 class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
-    numerics: of attention. text_first: whether text comes before the image in joint attention. forwards: how many there
-    were, of a model and of its copies.
+    numerics: of attention. forwards: how many there were, of a model and of its copies.
     """
 
     comm: Comm
     make: MakePlan
     numerics: Numerics
-    text_first: bool = True
-    plans: dict[TokenCounts, tuple[Plan, Plan]] = field(default_factory=dict)
+    plans: dict[TokenCounts, dict[Hashable, Plan]] = field(default_factory=dict)
     forwards: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
 
-    def plans_of(self, sizes: TokenCounts) -> tuple[Plan, Plan]:
-        """The plan of joint attention over all samples, and the plan of one sample's image, for the gather."""
+    def plan(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
+        """The plan of attention from the tokens of some streams to those of some, sample by sample."""
+        return self._known(sizes, (queries, keys), partial(self._made, sizes, queries, keys))
+
+    def gathered(self, sizes: TokenCounts, stream: str) -> Plan:
+        """The plan of one sample's tokens of a stream, for the gather."""
+        (count,) = sizes.of((stream,))
+        parts = [self.part(count, rank) for rank in range(self.comm.size)]
+        return self._known(sizes, stream, lambda: Plan(Mask([count], causal=False), Layout(parts)))
+
+    def _known(self, sizes: TokenCounts, what: Hashable, make: Callable[[], Plan]) -> Plan:
         if sizes not in self.plans:
             if len(self.plans) >= 16:
                 del self.plans[next(iter(self.plans))]
-            image = [self.part(sizes.image, rank) for rank in range(self.comm.size)]
-            alone = Plan(Mask([sizes.image], causal=False), Layout(image))
-            self.plans[sizes] = self.make(*self._joint(sizes)), alone
-        return self.plans[sizes]
+            self.plans[sizes] = {}
+        plans = self.plans[sizes]
+        if what not in plans:
+            plans[what] = make()
+        return plans[what]
 
     def part(self, count: int, rank: int) -> range:
         """A rank's range of ``count`` tokens."""
         return range(count * rank // self.comm.size, count * (rank + 1) // self.comm.size)
 
-    def kept(self, s: TokenCounts) -> Tensor | None:
-        """The rows of joint attention that are tokens, as a mask; None if all are."""
-        counts = self._ordered([(len(self.part(n, self.comm.rank)), n) for n in (s.text, s.image)])
+    def kept(self, sizes: TokenCounts, streams: Streams) -> Tensor | None:
+        """The rows of attention that are tokens, as a mask; None if all are."""
+        counts = [(len(self.part(n, self.comm.rank)), n) for n in sizes.of(streams)]
         if all(own or not n for own, n in counts):
             return None
         flags = [flag for own, n in counts for flag in ([True] * own or [False] * bool(n))]
-        return torch.tensor(flags * s.samples, device="cpu")
+        return torch.tensor(flags * sizes.samples, device="cpu")
 
-    def _ordered(self, both: list[T]) -> list[T]:
-        """What belongs to text and what belongs to the image, in the order of joint attention."""
-        return both if self.text_first else both[::-1]
+    def _made(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
+        lengths, key_lengths = ([sum(sizes.of(streams))] * sizes.samples for streams in (queries, keys))
+        layout, seen = self._layout(sizes, queries), _seen(sizes, queries)
+        if queries != keys:
+            mask = Mask(lengths, causal=False, kv_lengths=key_lengths)
+            return self.make(mask, layout, kv_layout=self._layout(sizes, keys))
+        if seen.all():
+            return self.make(Mask(lengths, causal=False), layout)
+        start = lengths[0] * np.arange(sizes.samples)
+        lo, hi = (np.repeat(x, lengths[0]) for x in (start, start + seen.sum(1)))
+        return self.make(Mask.from_bounds(lo, hi, lengths=lengths), layout)
 
-    def _joint(self, s: TokenCounts) -> tuple[Mask, Layout]:
-        length = s.text + s.image
-        valid = np.ones((s.samples, s.text), bool)
-        if s.valid is not None:
-            valid = np.frombuffer(s.valid, bool).reshape(valid.shape)
-        start = length * np.arange(s.samples)[:, None]
-        seen = valid.sum(1, keepdims=True)
-        # a sample's valid text comes first, then its image, then the text that no token sees
-        text = start + np.where(valid, valid.cumsum(1) - 1, seen + s.image + (~valid).cumsum(1) - 1)
-        image = start + seen + np.arange(s.image)
-        ranks = range(self.comm.size)
-        parts = [self._ordered([text[:, self.part(s.text, r)], image[:, self.part(s.image, r)]]) for r in ranks]
-        layout = Layout([np.concatenate(both, axis=1).ravel() for both in parts])
-        if valid.all():
-            return Mask([length] * s.samples, causal=False), layout
-        lo, hi = (np.repeat(x, length) for x in (start, start + seen + s.image))
-        return Mask.from_bounds(lo, hi, lengths=[length] * s.samples), layout
+    def _layout(self, sizes: TokenCounts, streams: Streams) -> Layout:
+        """Each rank's tokens. Those that no token sees come last in a sample, so that keys are a range."""
+        seen = _seen(sizes, streams)
+        places = np.where(seen, seen.cumsum(1), seen.sum(1, keepdims=True) + (~seen).cumsum(1)) - 1
+        places += seen.shape[1] * np.arange(sizes.samples)[:, None]
+        several = np.split(places, np.cumsum(sizes.of(streams))[:-1], axis=1)
+
+        def own(rank: int) -> list[Array]:
+            return [x[:, self.part(x.shape[1], rank)] for x in several]
+
+        return Layout([np.concatenate(own(rank), axis=1).ravel() for rank in range(self.comm.size)])
+
+
+def _seen(sizes: TokenCounts, streams: Streams) -> Array:
+    """Which tokens of each sample are seen, a row for each sample."""
+    seen = [np.ones((sizes.samples, n), bool) for n in sizes.of(streams)]
+    if sizes.valid is not None and "text" in streams:
+        seen[streams.index("text")] = np.frombuffer(sizes.valid, bool).reshape(sizes.samples, sizes.text)
+    return np.concatenate(seen, axis=1)
