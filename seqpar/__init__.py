@@ -1,8 +1,8 @@
 """Exact, balanced long-context attention over many ranks.
 
 Facts describe a batch (`Mask`, `Layout`), a `Plan` chooses how to compute it, a comm moves bytes (`GroupComm`,
-`ShmComm`, `LocalComm`), and verbs compute: `attention`, `switch`, `relayout`, `shard`, `unshard`, `fetch`, `merge`,
-`rotary`. `bind` names a plan for compiled models.
+`ShmComm`, `PeerComm`, `LocalComm`), and verbs compute: `attention`, `switch`, `relayout`, `shard`, `unshard`, `fetch`,
+`fetch_all`, `merge`, `rotary`. `bind` names a plan for compiled models.
 """
 
 import logging

@@ -108,7 +108,8 @@ ORDER = {
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted
         hf/twin
         hf/fit hf/model hf/vision
-        diffusers/tokens diffusers/forward diffusers/wrappers diffusers/recipe diffusers/recipes diffusers/model diffusers
+        diffusers/tokens diffusers/forward diffusers/wrappers
+        diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__
     """,
     "kernels": """

@@ -40,7 +40,7 @@ from seqpar.nn.rounding import ROUGH, is_rough
 from seqpar.nn.saved_state import OF_MODULES, SavedState, eager, held, saved
 from seqpar.ops.core.compared import gap
 
-log = logging.getLogger("seqpar")
+log = logging.getLogger("seqpar.dsp")
 SMALL = 1e-3  # a parameter below this everywhere is given other values
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
 # Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the first given again.

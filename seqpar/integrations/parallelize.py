@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any = None, **options: Any) -> ParallelModel:
-    """Make a model compute every batch on all ranks of comm; returns its handle. A collective.
+    """Make a model compute every batch on all ranks of comm; returns its handle.
 
     model: one of the kinds below; for a PeftModel, the model inside it. The model is changed in place and stays the
     object that optimizers and wrappers hold. ``handle.undo()`` restores it exactly, and so does the end of a block
-    ``with parallelize(...):``. Inside ``with handle.local():`` it runs as before, on this rank alone.
+    ``with parallelize(...):``. Inside ``with handle.local():`` it runs as before, on this rank alone. For transformers
+    the call is a collective, which compares models and options; those of other kinds are compared in forwards.
 
     plan: plans the forwards; the default suits the model. Its form depends on the kind of model:
 
@@ -36,8 +37,8 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
     `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming the part of the model that several ranks cannot compute; ValueError on every rank
-    if ranks pass different models or options, and for a model that is wrapped already; TypeError for an unknown option,
-    a plan of the wrong form, or an argument that is not a model or not a comm.
+    if ranks pass transformers or options that differ, and for a model that is wrapped already; TypeError for an unknown
+    option, a plan of the wrong form, or an argument that is not a model or not a comm.
     """
     _check(model, comm)
     if not sdpa:

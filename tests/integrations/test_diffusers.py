@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
+import pkgutil
 import re
 from collections.abc import Callable
 from functools import partial
@@ -96,7 +98,7 @@ def test_outputs_and_gradients_are_those_of_one_process(name: str, no_islands: N
             same(got, expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["flux", "ltx2", "helios", "minimax"])
+@pytest.mark.parametrize("name", ["flux", "ltx2", "helios"])
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_graphs")
 def test_a_compiled_model_needs_no_call_before(name: str) -> None:
@@ -397,6 +399,14 @@ def test_the_page_names_the_models_that_have_recipes() -> None:
     models = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(models))) == sorted(RECIPES)
     assert {type(made(name)[0]).__name__ for name in MODELS} == set(RECIPES)
+
+
+def test_every_model_that_diffusers_can_share_out_is_served() -> None:
+    own = set()
+    for found in pkgutil.iter_modules(diffusers.models.transformers.__path__):
+        module = importlib.import_module(f"{diffusers.models.transformers.__name__}.{found.name}")
+        own |= {name for name, kind in vars(module).items() if getattr(kind, "_cp_plan", None)}
+    assert len(own) > 5 and own <= set(RECIPES)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

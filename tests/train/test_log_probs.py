@@ -19,18 +19,7 @@ from seqpar import Comm
 from seqpar.data import back, share
 from seqpar.testing import relative_rms, run_threads
 from seqpar.train import token_log_probs
-
-T, E, V = 23, 6, 11
-IGNORED = -100
-
-
-def given(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, bias and labels, a third of them ignored."""
-    g = torch.Generator().manual_seed(seed)
-    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((T, E), (V, E), (V,)))
-    labels = torch.randint(V, (T,), generator=g)
-    labels[torch.rand(T, generator=g) < 0.3] = IGNORED
-    return hidden, weight, bias, labels
+from tests.train.rows import IGNORED, E, Largest, T, V, given, grads
 
 
 def dense(
@@ -45,10 +34,6 @@ def dense(
     keep = labels != IGNORED
     chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return chosen * keep, -(log_p.exp() * log_p).sum(-1) * keep
-
-
-def grads(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
 
 
 FACTORS = torch.randn(2, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -194,23 +179,13 @@ def test_half_precision_gradients_do_not_underflow_by_the_size_of_factors() -> N
 def test_the_logits_never_exist_as_a_whole(frozen: bool) -> None:
     """By what the operators of both passes make, not by what an allocator reports."""
     rows, vocabulary, chunk = 256, 64, 16
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(x, Tensor) and x.shape[-1:] == (vocabulary,):
-                    largest = max(largest, x.numel())
-            return out
 
     hidden = torch.randn(rows, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=not frozen)
-    with Watch():
+    with Largest(vocabulary) as largest:
         log_probs, entropies = token_log_probs(hidden, weight, torch.arange(rows) % 64, entropy=True, chunk=chunk)
         (log_probs + entropies).sum().backward()
-    assert largest == chunk * vocabulary
+    assert largest.elements == chunk * vocabulary
 
 
 def test_how_many_rows_a_core_computes_at_a_time_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

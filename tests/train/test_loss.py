@@ -16,18 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.testing import relative_rms
 from seqpar.train import cross_entropy, linear_cross_entropy, token_log_probs
-
-T, E, V = 23, 6, 11
-IGNORED = -100
-
-
-def given(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, bias and labels, a third of them ignored."""
-    g = torch.Generator().manual_seed(seed)
-    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((T, E), (V, E), (V,)))
-    labels = torch.randint(V, (T,), generator=g)
-    labels[torch.rand(T, generator=g) < 0.3] = IGNORED
-    return hidden, weight, bias, labels
+from tests.train.rows import IGNORED, E, Largest, T, V, given, grads
 
 
 def whole(
@@ -40,10 +29,6 @@ def whole(
     keep = labels != IGNORED
     squares = logits[keep].logsumexp(-1).square().mean()
     return F.cross_entropy(logits, labels, label_smoothing=s, ignore_index=IGNORED) + z * squares
-
-
-def grads(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
 
 
 CUTS = {"one rank": [T], "three ranks": [9, 1, 13], "a rank without rows": [11, 0, 12]}
@@ -135,21 +120,11 @@ def test_low_precision_errs_no_more_than_torch_does(dtype: torch.dtype, autocast
 def test_the_logits_never_exist_as_a_whole() -> None:
     """By what the operators of both passes make, not by what an allocator reports."""
     rows, vocabulary, chunk = 256, 64, 16
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(x, Tensor) and x.shape[-1:] == (vocabulary,):
-                    largest = max(largest, x.numel())
-            return out
 
     hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
-    with Watch():
+    with Largest(vocabulary) as largest:
         linear_cross_entropy(hidden, weight, torch.arange(rows) % 64, valid=rows, chunk=chunk).backward()
-    assert largest == chunk * vocabulary
+    assert largest.elements == chunk * vocabulary
 
 
 @pytest.mark.parametrize(("rows", "cached"), [(65, 64), (65, 1000), (2, 1), (3, 1), (1, 1), (0, 1)])

@@ -33,16 +33,6 @@ INSTALLED = "_output_capturing_hooks_installed"
 WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-class Routers(NamedTuple):
-    """The findings on a model's routers.
-
-    refused: why `output_router_logits` cannot be served, or "". balanced: whether the model adds a balance loss.
-    """
-
-    refused: str = ""
-    balanced: bool = False
-
-
 class Balance(NamedTuple):
     """A balance loss: this rank's share, with its gradient, and the whole, equal on every rank."""
 

@@ -28,7 +28,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, Noted, forward, implementation, padding_of, planned
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, hiding, mixing_layers
-from seqpar.integrations.hf.experts import LOGITS, LOSS, Routers, balance, can_ask, weight_of, without_hooks
+from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.heads import POOLER, AtHome, pad_of, pools, tried
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counting_of
@@ -40,7 +40,7 @@ from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weight
 from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.probe.stand_ins import Deterministic, awake
 from seqpar.integrations.sdpa.reroute import sdpa
-from seqpar.nn.saved_state import saved
+from seqpar.nn.saved_state import eager, saved
 from seqpar.nn.wrap import replaced
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
@@ -65,8 +65,8 @@ class ModelFit(NamedTuple):
     position_ids, as in `positions`. result: the output with a row per token. shift: the rows that labels belong to, as
     in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its loss by
     num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
-    logits' softcap. routers: of a mixture of experts. pooled: whether the base model has a pooler. at_home: of a head
-    that pools; the rest is then the base model's.
+    logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has a
+    pooler. at_home: of a head that pools; the rest is then the base model's.
     """
 
     rules: frozenset[Rule]
@@ -78,7 +78,7 @@ class ModelFit(NamedTuple):
     by_items: bool
     head: nn.Linear | None
     softcap: float
-    routers: Routers
+    routers: str
     pooled: bool = False
     at_home: AtHome | None = None
 
@@ -232,7 +232,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     by_items = not loss and _by_items(model, ids, labels, at)
     head, softcap = _head(probe, whole, hidden)
     counting = counting_of(lambda tokens, **given: probe(tokens, **given)[result], probe.close, ids, pad_of(model))
-    routers = Routers()
+    routers = ""
     if can_ask(model):
         with without_hooks(model):
             routers = _routers(probe, ids, labels, at)
@@ -245,16 +245,11 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
 def _quiet(model: nn.Module) -> Iterator[None]:
     """A context without dropout, in full precision and uncompiled, for a probe."""
     training = [module for module in model.modules() if module.training]
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     model.eval()
-    for module in compiled:
-        module._compiled_call_impl = None
     try:
-        with torch.autocast(model.device.type, enabled=False):
+        with eager(model), torch.autocast(model.device.type, enabled=False):
             yield
     finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
         for module in training:
             module.training = True
 
@@ -423,32 +418,32 @@ def _head(probe: _Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear |
     return (head, softcap) if probe.close(logits, whole["logits"]) else (None, 0.0)
 
 
-def _routers(probe: _Probe, ids: Tensor, labels: Tensor, at: Tensor) -> Routers:
-    """The findings on the routers of a mixture of experts."""
+def _routers(probe: _Probe, ids: Tensor, labels: Tensor, at: Tensor) -> str:
+    """Why `output_router_logits` cannot be served of a mixture of experts, or ""."""
     model, given = probe.model, {"position_ids": at[None], ASKED: True}
     try:
         out, few = probe(ids, **given), torch.tensor(ROWS, device=at.device)
         some = probe(ids[few], position_ids=few[None], **{ASKED: True})
         logits = out.get(LOGITS)
         if logits is None:
-            return Routers()
+            return ""
         for one, other in zip(logits, some[LOGITS], strict=True):
             if not probe.close(one.reshape(TOKENS, -1)[few], other.reshape(len(few), -1)):
-                return Routers("its router logits are not those of each token")
+                return "its router logits are not those of each token"
         if out.get(LOSS) is None:
-            return Routers()
+            return ""
         late = probe(ids, attention_mask=(at >= 3).long()[None], **{ASKED: True})
         for found, rows in ((out, at), (late, at[3:])):
             plan = Plan(Mask([len(rows)]), Layout.contiguous(len(rows), 1))
             ours = balance([x.reshape(TOKENS, -1)[rows] for x in found[LOGITS]], model, plan, LocalComm()).whole
             if not probe.close(found[LOSS].reshape(1, 1), ours.reshape(1, 1)):
-                return Routers("its balance loss is not the one of Switch Transformers that seqpar knows")
+                return "its balance loss is not the one of Switch Transformers that seqpar knows"
         with_it, without = (
             probe(ids, labels=labels[None], **given | {ASKED: asked})["loss"] for asked in (True, False)
         )
         more, expected = float(with_it - without), weight_of(model) * float(out[LOSS])
         if abs(more - expected) > 0.05 * abs(expected) + 1e-5 * abs(float(without)):
-            return Routers("it adds another multiple of its balance loss to its loss than its config says")
+            return "it adds another multiple of its balance loss to its loss than its config says"
     except Exception as error:
-        return Routers(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
-    return Routers(balanced=True)
+        return f"trying it on a few tokens failed: {type(error).__name__}: {error}"
+    return ""

@@ -521,9 +521,9 @@ class ParallelTransformer(ParallelModel):
                 )
         if can_ask(self.model) and not arguments.setdefault(ASKED, asks(self.model)):
             del arguments[ASKED]
-        if arguments.get(ASKED) and self.fit.routers.refused:
+        if arguments.get(ASKED) and self.fit.routers:
             return arguments, NotImplementedError(
-                f"{ASKED}=True for {who}: {self.fit.routers.refused}; set it to False, and compute a balance loss from "
+                f"{ASKED}=True for {who}: {self.fit.routers}; set it to False, and compute a balance loss from "
                 "means over all ranks' tokens (seqpar.train.token_mean)"
             )
         known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]

@@ -1,4 +1,4 @@
-"""Whether spreading batches over ranks pays: reported once, to the logger "seqpar"."""
+"""Whether spreading batches over ranks pays: reported once, to the logger "seqpar.integrations"."""
 
 from __future__ import annotations
 
