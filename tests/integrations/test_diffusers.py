@@ -150,6 +150,24 @@ def test_audio_may_be_shorter_than_the_ranks(name: str, audio: int, plan: Any, n
         same(got, expected, 1e-10)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"isolate_modalities": True}, {"perturbation_mask": None}, {"perturbation_mask": torch.zeros(2, 1, 1).double()},
+        {"use_cross_timestep": False}, {"audio_timestep": torch.tensor([90.0, 700.0]).double()},
+        {"video_coords": random(2, 3, 30, 2, seed=8).abs(), "audio_coords": random(2, 1, 7, 2, seed=9).abs()},
+        {"audio_encoder_attention_mask": torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]), "fps": 12.0},
+    ],
+    ids=lambda more: ", ".join(more),
+)  # fmt: skip
+@pytest.mark.sampled(3)
+def test_what_pipelines_ask_of_ltx_2(more: dict[str, Any], no_islands: None) -> None:
+    model, inputs = made("ltx2 newer")
+    expected = one(model, inputs | more)
+    for got in run_threads(3, step, model, inputs | more):
+        same(got, expected, 1e-10)
+
+
 def test_a_plan_that_is_not_told_where_keys_are_is_refused_where_video_attends_to_audio() -> None:
     model, inputs = made("ltx2")
     with pytest.raises(TypeError, match=r"give a function of \(mask, layout, \*, kv_layout=\)"):
