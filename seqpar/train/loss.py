@@ -138,14 +138,15 @@ def _summed(
 ) -> tuple[Tensor, Gradients]:
     """The sum of the losses of a rank's rows, chunk after chunk, and its gradients. needs: those to compute."""
     head = Head.of(hidden, weight, bias, o.softcap, o.chunk)
-    loss, grads = torch.zeros((), dtype=head.wide, device=hidden.device), head.gradients(needs)
+    # in fp64, or a sum of many chunks would lose the digits of each
+    loss, grads = torch.zeros((), dtype=torch.float64, device=hidden.device), head.gradients(needs)
     with head.alone():
         for rows in head.chunks():
             total, dz = _row_losses(head.logits(rows), labels[rows], o, any(needs))
             loss += total
             if any(needs):
                 head.add(grads, rows, dz)
-    return loss, grads
+    return loss.to(head.wide), grads
 
 
 def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Tensor, Tensor]:

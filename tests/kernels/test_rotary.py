@@ -129,3 +129,16 @@ def test_a_device_of_tritons_takes_its_kernel(monkeypatch) -> None:
     expected = turned(x.cpu(), (positions[:, None] * freq).cpu(), interleaved=True, scaling=0.5, inverse=False)
     torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-6, atol=1e-6)
     assert len(seen) == 1
+
+
+def test_rows_whose_elements_lie_far_apart(monkeypatch) -> None:
+    """Offsets inside a row of more than 31 bits; of the memory between the elements nothing is touched."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if version("triton", "rotary")[1] != "cpu":
+        pytest.skip("this takes 8 GB of memory that is not there")
+    monkeypatch.setattr(dispatched, "on_triton", lambda x: True)
+    rows, dim, apart = 2, 32, 1 << 27
+    x = torch.empty((dim - 1) * apart + rows, dtype=torch.bfloat16).as_strided((rows, 1, dim), (1, rows, apart))
+    x.copy_(torch.ones(rows, 1, dim))
+    got = dispatched.rotate(x, torch.arange(rows), frequencies(dim))
+    assert torch.equal(got, dispatched.rotate(x.contiguous(), torch.arange(rows), frequencies(dim)))

@@ -202,3 +202,26 @@ def test_triton_takes_numbered_rows_alone(monkeypatch) -> None:
     assert len(written) == 3 and all(pair is taken for pair in written)
     assert torch.equal(others[0].dst, source) and torch.equal(others[1].dst, source.bool().flip(0))
     assert torch.equal(others[2].dst, (source * -1j).flip(0)) and deep.all()
+
+
+@pytest.mark.parametrize("layout", ["dense", "gap"])
+def test_rows_beyond_the_limits_of_a_grid(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more slices, and longer ones, than one launch may have programs for."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    kernels, device = version("triton", "rows")
+    launched: list[tuple[int, ...]] = []
+    launch = kernels._launch_tiled
+    monkeypatch.setattr(
+        kernels, "_launch_tiled", lambda pairs, *rest: (launched.append(tuple(pairs[0][0].shape)), launch(pairs, *rest))
+    )
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    several = [random((6, 7, 5), torch.float32), random((6, 2, 3000), torch.float32, seed=1)]
+    held = [within(torch.zeros_like(x), layout) for x in several]
+    to = torch.tensor([4, 0, 2])
+    for x, (memory, view) in zip(several, held):
+        there, around = moved(view, memory, device)
+        kernels.write([(there, x.to(device), to.to(device), to.flip(0).to(device))])
+        expected = torch.zeros_like(x)
+        expected[to] = x[to.flip(0)]
+        same(there, expected)
+    assert len(launched) > 2 and all(x[1] <= 3 and x[2] <= 3 * 1024 for x in launched)

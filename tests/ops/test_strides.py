@@ -90,3 +90,30 @@ def graded(call: Call, tensors: list[Tensor], handle: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = call(leaves, handle)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("kernel", ["native", "triton"])
+def test_rows_that_lie_far_apart(kernel: str) -> None:
+    """Queries, keys or an output's gradient that are one row in many of another tensor; of the rest nothing is read."""
+    if kernel == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    ranks = 1 if kernel == "triton" else 2  # Triton's interpreter is for one thread
+    plan = Plan(Mask([16]), Layout.contiguous(16, ranks))
+    dense = torch.randn(4, 16, 2, 16, generator=torch.Generator().manual_seed(0))
+
+    def rank(comm: Comm, far: int | None) -> list[Tensor]:
+        q, k, v, dout = (x[plan.layout.positions(comm.rank)] for x in dense)
+        tensors = [q, k, v, dout]
+        if far is not None and comm.rank == ranks - 1:
+            rows = len(q)
+            tensors[far] = torch.empty(rows << 24).as_strided(q.shape, (1 << 24, 16, 1)).copy_(tensors[far])
+        *leaves, dout = tensors
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = seqpar.attention(*leaves, plan, comm, kernel=kernel)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    near = run_threads(ranks, rank, None)
+    for far in range(4):
+        for got, expected in zip(run_threads(ranks, rank, far), near, strict=True):
+            for a, b in zip(got, expected, strict=True):
+                assert torch.equal(a, b)

@@ -254,3 +254,13 @@ def test_a_compiled_loss_has_one_graph_and_the_same_gradients(dynamic: bool | No
         got, expected = (grads(f(*arguments), hidden, weight) for f in (compiled, both))
         for a, b in zip(got, expected):
             torch.testing.assert_close(a, b)
+
+
+def test_a_sum_of_many_chunks_keeps_the_digits_of_each() -> None:
+    rows = 4096
+    hidden, weight = torch.ones(rows, 1), torch.tensor([[0.0], [-1.0]])
+    hidden[0] = 1e8  # beside this row's loss that of another is half a unit of single precision
+    labels = torch.ones(rows, dtype=torch.long)
+    exact = F.cross_entropy(hidden.double() @ weight.double().t(), labels)
+    got = linear_cross_entropy(hidden, weight, labels, valid=rows, chunk=1)
+    assert abs(float(got) - float(exact)) < 1e-7 * float(exact)

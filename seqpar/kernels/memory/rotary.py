@@ -35,6 +35,8 @@ def rotate(
     if on_triton(x):
         from seqpar.kernels.triton import rotary as fused
 
+        if x.stride(-1) * x.shape[-1] >= 1 << 31:  # its offsets inside a row have 32 bits
+            x = x.contiguous()
         fused.rotate(x, positions, frequencies, out, interleaved, scaling, inverse)
         return out
     wide = acc_dtype(x.dtype)

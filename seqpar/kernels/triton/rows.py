@@ -9,13 +9,14 @@ tuples, whose entries Triton specialises like other arguments: a stride that is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 65_535  # of a CUDA grid at most, in its second dimension and in its third
 ELEMENTS = 4096  # of a tile: with 4 warps each thread has four loads of 16 bytes of bf16 in flight
 
 Transfer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # destination, source, the row numbers of each
@@ -63,15 +64,29 @@ def add(pair: Transfer) -> None:
 
 
 def _launch(pairs: list[Transfer], *, add: bool) -> None:
-    """One launch for pairs with the same row numbers, of one side at least."""
+    """One launch for pairs with the same row numbers, of one side at least; several for rows beyond a grid's limits."""
     to, at = (None if rows is None else rows.contiguous() for rows in pairs[0][2:])
     n = max(len(rows) for rows in (to, at) if rows is not None)
     if not n:
         return
-    ys, xs = zip(*(_tiled(dst, src) for dst, src, *_ in pairs), strict=True)
-    slices, dims = (tuple(x.shape[dim] for x in xs) for dim in (1, 2))
-    bd = min(triton.next_power_of_2(max(dims)), 1024)
+    tiled = [_tiled(dst, src) for dst, src, *_ in pairs]
+    slices, dims = (max(x.shape[dim] for x, _ in tiled) for dim in (1, 2))
+    bd = min(triton.next_power_of_2(dims), 1024)
     bn = min(triton.next_power_of_2(n), ELEMENTS // bd)
+    if slices <= PROGRAMS and dims <= PROGRAMS * bd:
+        _launch_tiled(tiled, at, to, n, add, bn, bd)
+        return
+    for i, j in product(range(0, slices, PROGRAMS), range(0, dims, PROGRAMS * bd)):
+        part = [tuple(x[:, i : i + PROGRAMS, j : j + PROGRAMS * bd] for x in both) for both in tiled]
+        _launch_tiled(part, at, to, n, add, bn, bd)
+
+
+def _launch_tiled(
+    pairs: Sequence[tuple[Tensor, ...]], at: Tensor | None, to: Tensor | None, n: int, add: bool, bn: int, bd: int
+) -> None:
+    """One launch for destinations and sources [rows, A, B]."""
+    ys, xs = zip(*pairs, strict=True)
+    slices, dims = (tuple(x.shape[dim] for x in xs) for dim in (1, 2))
     with torch.cuda.device_of(ys[0]):
         move[triton.cdiv(n, bn), max(slices), triton.cdiv(max(dims), bd)](
             xs, ys, at, to, n, slices, dims, tuple(x.stride() for x in xs), tuple(y.stride() for y in ys),

@@ -25,7 +25,7 @@ from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.ahead import note
 from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, recipe_of
-from seqpar.ops.attention.rows import leading
+from seqpar.ops.attention.rows import leading, near
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
@@ -57,6 +57,7 @@ def _run(
     q, k, v, sinks, slopes = tensors
     plan, comm, options = resolved(values, Options(*given))
     call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
+    q, k, v = map(near, (q, k, v))
     with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type), on_device(q):
         out, lse, parts = forward(call, q, k, v, sinks, slopes)
     saved: list[Tensor | None] = []

@@ -17,6 +17,8 @@ from seqpar.plan.steps import count
 
 Received = tuple[Mapping[int, slice], Ints | None]
 
+FAR = 1 << 24  # elements between two rows
+
 
 def received_keys(step: Step) -> Received:
     """The consecutive rows in which the keys of each peer arrive; and the rows of the buffer where they all belong.
@@ -136,3 +138,8 @@ def take(x: Tensor, rows: Index) -> Tensor:
 def leading(x: Tensor, count: int, dim: int = 0) -> Tensor:
     """The first elements of x along a dim; x itself if they are all, since a view takes the host microseconds."""
     return x if x.shape[dim] == count else x.narrow(dim, 0, count)
+
+
+def near(x: Tensor) -> Tensor:
+    """A tensor [rows, heads, dim], copied if its rows lie too far apart for offsets of 32 bits inside a tile."""
+    return x if x.stride(0) < FAR or x.shape[0] < 2 else x.contiguous()

@@ -46,7 +46,7 @@ from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange, KeyGradients
 from seqpar.ops.attention.keys import KeyExchange
-from seqpar.ops.attention.rows import leading, take
+from seqpar.ops.attention.rows import leading, near, take
 from seqpar.ops.core.device import profile_range
 from seqpar.plan import Part, Step
 
@@ -248,6 +248,7 @@ def _part_gradients(
     part, dout, signature = step.part, incoming[0], call.signature
     if dout.numel() and (dout.stride(2) != 1 or 0 in dout.stride()):  # autograd expands the gradient of a sum
         dout = dout.contiguous()
+    dout = near(dout)
     if part.blind.size:  # their values must not reach a key through 0 * NaN
         dout = dout.index_fill(0, call.uploaded.numbers[id(part.blind)].long(), 0.0)
     delta = softmax.delta(dout, tensors.out, call.uploaded.facts[step.number][0])
