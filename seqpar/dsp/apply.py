@@ -24,10 +24,10 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
-from seqpar.nn.dropout import active_dropout
 from seqpar.nn.fingerprint import COMPARED, hashed, leaves, ordered, weights_of
 from seqpar.nn.foreign_hooks import CACHING, check_hooks, has_cache
 from seqpar.nn.kinds import name_of
+from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.handles import in_graph

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
 from seqpar.nn.fingerprint import leaves
+from seqpar.nn.randomness import draws
 from seqpar.ops.core.agreement import errors_on_all_ranks
 
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
@@ -96,25 +96,6 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version  # tensors of inference mode have no version
 
 
-# without dropout, depending on their arguments
-_DROPOUT = {
-    F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
-    F.multi_head_attention_forward, F.scaled_dot_product_attention, F.rrelu,
-}  # fmt: skip
-_OF_TORCH = {  # the same, which have no signature: (x, p, train)
-    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout,
-    torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
-}  # fmt: skip
-_DROPPING = _DROPOUT | _OF_TORCH
-_DRAWS = {
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial,
-    torch.poisson, torch.rand_like, torch.randn_like, torch.randint_like, Tensor.bernoulli, Tensor.bernoulli_,
-    Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.geometric_,
-    Tensor.log_normal_, Tensor.cauchy_, torch.binomial, F.gumbel_softmax, F.fractional_max_pool2d_with_indices,
-    F.fractional_max_pool3d_with_indices,
-}  # fmt: skip
-
-
 def collective_modules(module: nn.Module) -> list[str]:
     """Modules whose forward is a collective, because it gathers their weights."""
     return [
@@ -144,23 +125,6 @@ class NoDraws(TorchFunctionMode):
                 with errors_on_all_ranks(what, self.comm):
                     raise NotImplementedError(f"{what}; do without, or draw before the first stage")
         return func(*args, **kwargs)
-
-
-def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of torch draws random numbers."""
-    return func in _DRAWS or (func in _DROPPING and _active(func, args, kwargs))
-
-
-def _active(func: Any, args: Any, kwargs: Any) -> bool:
-    if func in _OF_TORCH:
-        p, train = (kwargs.get(name, args[n] if len(args) > n else 0) for n, name in ((1, "p"), (2, "train")))
-        return bool(p and train)
-    if func is F.scaled_dot_product_attention:  # it has no signature
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    named = bound.arguments
-    return bool(named["training"] and named.get("p", named.get("dropout_p", 1.0)))
 
 
 # --- what a model returns -------------------------------------------------------------------------------------------

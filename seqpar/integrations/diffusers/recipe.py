@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.tokens import Streams, TokenCounts
 from seqpar.integrations.diffusers.wrappers import attending, attending_whole, gathering_rows
-from seqpar.nn.dropout import active_dropout
 from seqpar.nn.foreign_hooks import check_hooks
 from seqpar.nn.kinds import name_of
+from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import SURROUNDED
 
 

@@ -16,12 +16,12 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from seqpar.integrations.probe.record import under_trial
+from seqpar.nn.randomness import undrawn
 from seqpar.plan import Plan
 
 ASLEEP = 1e-3  # a parameter whose largest element is below this may hide an effect
@@ -54,10 +54,7 @@ class Deterministic(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.awake:
             args, kwargs = (tree_map(self._substitute, value) for value in (args, kwargs))
-        if func in _DROPOUTS:
-            return kwargs["input"] if "input" in kwargs else args[0]
-        out = func(*args, **kwargs)
-        return out.fill_(_RANDOM[func]) if func in _RANDOM and isinstance(out, Tensor) else out
+        return undrawn(func, args, kwargs)
 
     def _substitute(self, x: Any) -> Any:
         return self.awake.get(id(x), x) if isinstance(x, nn.Parameter) else x
@@ -130,14 +127,3 @@ def _zeros(x: Tensor, dim: int) -> Tensor:
     whole = zero.nonzero()[:, 0]
     zero[whole] = slices[whole].flatten(1).eq(0).all(1) if at else True
     return zero.reshape([-1 if each == dim else 1 for each in range(x.dim())])
-
-
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.dropout_, torch.alpha_dropout, torch.feature_dropout,
-}  # fmt: skip
-_RANDOM: dict[Any, float] = {
-    torch.rand: 0.5, torch.rand_like: 0.5, Tensor.uniform_: 0.5, Tensor.random_: 0, torch.randint: 0,
-    torch.randint_like: 0, torch.randn: 0.0, torch.randn_like: 0.0, torch.normal: 0.0, Tensor.normal_: 0.0,
-    torch.bernoulli: 1, Tensor.bernoulli: 1, Tensor.bernoulli_: 1, Tensor.exponential_: 1.0,
-}  # fmt: skip

@@ -210,6 +210,26 @@ def stretched(model: Any, x: Tensor, positions: Tensor) -> Tensor:
     return x + model.places(positions) * (2.0 if int(positions.max()) >= 16 else 1.0)
 
 
+def drawn(model: Any, x: Tensor) -> Tensor:
+    """Rows with random numbers of many kinds, in a random order for a while."""
+    rows = x.flatten(0, 1)
+    order, expert = torch.randperm(len(rows)), torch.multinomial(rows.softmax(-1), 1)[:, 0]
+    ones = torch.ones_like(rows)
+    rows = rows[order][order.argsort()] + model.table[expert] + rows.softmax(-1).multinomial(2, replacement=True).sum()
+    rows = F.rrelu(rows, training=True) + F.gumbel_softmax(rows, hard=True) + torch.poisson(ones)
+    rows = (
+        rows
+        + torch.binomial(ones, ones / 2)
+        + sum(
+            getattr(torch.empty_like(rows), draw)(0.5)
+            for draw in ("geometric_", "log_normal_", "cauchy_", "exponential_")
+        )
+    )
+    for drop in (torch.feature_alpha_dropout, torch.feature_dropout_, torch.alpha_dropout_):
+        rows = drop(rows, 0.5, True)
+    return rows.view_as(x)
+
+
 class DropPath(nn.Module):
     """A name by which a module is known to drop whole samples."""
 
@@ -266,6 +286,7 @@ MIXING: dict[str, tuple[Case, str]] = {
         lambda: Model(lambda m, x, _: x + m.part(torch.arange(x.shape[1])), zeros(nn.Embedding(64, E))),
         "what Model gives to part (Embedding)",
     ),
+    "a random order": (lambda: Model(lambda m, x, p: x[:, torch.randperm(x.shape[1])]), "blocks.0 (Block)"),
     "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "tried with fewer rows"),
     "mean so far": (
         lambda: Model(lambda m, x, _: m.part(x), Centred()), "tried after other rows, which changed part.mean",
@@ -294,6 +315,7 @@ ALONE: dict[str, Case] = {
     ),
     "experts": lambda: Model(lambda m, x, p: m.part(x), Experts()),
     "dropout": lambda: Model(lambda m, x, p: F.dropout(x, 0.5) + torch.rand_like(x) - torch.randn(x.shape), Block(0.5)),
+    "random numbers": lambda: Model(lambda m, x, p: drawn(m, x)),
     "checkpoints": lambda: Model(lambda m, x, p: checkpoint(m.part, x, use_reentrant=False), Block()),
     "a table that grows": lambda: Model(lambda m, x, p: m.part(x, p), Table()),
     "iterations in training": lambda: Model(lambda m, x, p: m.part(x), spectral_norm(nn.Linear(E, E))),

@@ -69,7 +69,7 @@ def test_what_mixes_rows_outside_attention_is_refused_on_every_rank(name: str, w
 def test_what_computes_every_row_alone_is_exact(name: str, way: str) -> None:
     model = made(ALONE[name])
     found = torch.cat(run_threads(2, logits, model, way), 1)
-    if name != "dropout":
+    if name not in ("dropout", "random numbers"):
         torch.testing.assert_close(found, model(IDS[None], torch.arange(TOKENS)[None]), rtol=0, atol=1e-10)
 
 
