@@ -215,7 +215,8 @@ class Parallelized(ParallelModel):
         if counted and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{name} is called after the first stage, where its parameters' gradients would count once for each "
-                'rank; list it under between if it works row by row, or use grad="sum" if it comes after the exit'
+                "rank; list it under between if it works row by row, or, if it comes after the exit, give "
+                'grad="sum" and divide the loss by the number of ranks'
             )
         return forward(**arguments)
 

@@ -176,9 +176,9 @@ class Trial:
             self._of_same_rows(x, y, form, dim, way)
             for x, y, form in zip(a, b, self.block.stream.values(), strict=True)
         ]
-        # rows that stay in their places are computed as before, and rounded in the same way
-        in_place = rough and way <= ODD
-        return any(_differ(x, y, rough) or (in_place and _many_differ(x, y)) for x, y in pairs)
+        # rows that stay in their places are rounded as before, and others nearly so in single precision
+        alike = way <= ODD or not rough
+        return any(_differ(x, y, rough) or (alike and _many_differ(x, y, rough)) for x, y in pairs)
 
     def _of_same_rows(self, x: Tensor, y: Tensor, text: str, dim: str, way: int) -> tuple[Tensor, Tensor]:
         """The results of the same rows, before a change and after it."""
@@ -217,12 +217,13 @@ def _differ(a: Tensor, b: Tensor, rough: bool) -> bool:
     return bool(gap(a, b).max() > bound * a.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _many_differ(a: Tensor, b: Tensor) -> bool:
-    """Whether a tenth of the elements differ by more than some roundings to bfloat16, each by its own size."""
+def _many_differ(a: Tensor, b: Tensor, rough: bool) -> bool:
+    """Whether a part of the elements differ by more than rounding, each by its own size; one may be much larger."""
     if not a.numel() or not a.is_floating_point():
         return False
+    bound, part = (4 * torch.finfo(torch.bfloat16).eps, 0.1) if rough else (torch.finfo(a.dtype).eps ** 0.5, 0.01)
     a, b = a.double(), b.double()
-    return bool((gap(a, b) > 4 * torch.finfo(torch.bfloat16).eps * a.abs()).double().mean() > 0.1)
+    return bool((gap(a, b) > bound * a.abs()).double().mean() > part)
 
 
 class HeldTensors:

@@ -295,9 +295,9 @@ def test_rows_that_are_all_alike_stay_so_for_the_model(name: str) -> None:
 ROUGH = [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True)]  # dtypes, and autocast
 
 
-def one_large(x: Tensor) -> Tensor:
+def one_large(x: Tensor, scale: float = 50.0) -> Tensor:
     """Rows with one large channel, as trained transformers have."""
-    return torch.cat([50 * x[..., :1], x[..., 1:]], -1)
+    return torch.cat([scale * x[..., :1], x[..., 1:]], -1)
 
 
 @pytest.mark.parametrize("dtype, autocast", ROUGH)
@@ -305,6 +305,37 @@ def test_a_large_channel_hides_nothing_where_results_are_rough(dtype: torch.dtyp
     model = Clip(lambda x: F.layer_norm(x, x.shape[-1:]).mean(1, keepdim=True), between=one_large)
     for said in refused(model, x=rand(1, 16, 6, 3).to(dtype), autocast=autocast):
         assert "second mixes t" in said, said
+
+
+def much_larger(x: Tensor) -> Tensor:
+    return one_large(x, 1e4)
+
+
+def large_row(x: Tensor) -> Tensor:
+    return torch.cat([1e4 * x[:, :, :1], x[:, :, 1:]], 2)
+
+
+LARGE = {"channel": much_larger, "row": large_row}
+SMALL: dict[str, tuple[Mixing, str]] = {
+    "a gate by the mean of all": (lambda x: 1e-2 * x * x.mean((1, 2), keepdim=True).sigmoid(), "mixes t"),
+    "places": (lambda x: x + 1e-2 * torch.arange(x.shape[1], dtype=x.dtype)[:, None, None], "counts the rows of t"),
+}
+
+
+@pytest.mark.parametrize("large", LARGE)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_much_larger_channel_or_row_hides_nothing_in_single_precision(name: str, large: str) -> None:
+    also, how = SMALL[name]
+    for said in refused(Clip(also, between=LARGE[large]), x=rand(1, 16, 6, 3).float()):
+        assert f"second {how}" in said, said
+
+
+@pytest.mark.parametrize("large", LARGE)
+@pytest.mark.parametrize("kind", [Stage, lambda: Experts()])
+def test_what_is_right_beside_a_much_larger_channel_or_row_stays_so(kind: Callable[[], nn.Module], large: str) -> None:
+    model = Clip(between=LARGE[large])
+    model.second = kind()
+    assert refused(model, x=rand(1, 16, 6, 3).float()) == ["nothing"] * 2
 
 
 class Experts(nn.Module):
@@ -715,6 +746,35 @@ def test_a_skip_past_the_stages_counts_once_for_each_rank(returns: str) -> None:
         out = model(x)
         (out.square().sum() / comm.size).backward()
         return {"out": out.detach(), "d x": x.grad, **{f"d {n}": p.grad for n, p in model.named_parameters()}}
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
+class Refined(Clip):
+    """A layer after its exit, which computes the whole output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refine = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + self.refine(out).tanh()
+
+
+def test_parameters_after_the_exit_are_for_a_loss_that_is_summed() -> None:
+    spec = replace(SPEC, model="Refined", outside=("enter", "refine"))
+    for said in refused(Refined(), spec):
+        assert said.endswith('comes after the exit, give grad="sum" and divide the loss by the number of ranks'), said
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Refined)
+        if comm.size > 1:
+            parallelize(model, comm, spec, grad="sum", plan=SHARDED)
+        out = model(X)
+        (out.square().sum() / comm.size).backward()
+        return {"out": out.detach(), **{f"d {n}": p.grad for n, p in model.named_parameters()}}
 
     (want,) = run_threads(1, on_a_rank)
     compared(run_threads(2, on_a_rank), want)
