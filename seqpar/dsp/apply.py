@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.dsp.checks import NoDraws, check_block, check_modules, check_results, matches, noting_changes
+from seqpar.dsp.checks import NoDraws, check_block, check_modules, check_results, kept, matches, noting_changes
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
@@ -135,7 +135,9 @@ class Parallelized(ParallelModel):
         stack = self._stack()
         stack.append(state)
         sizes = space.key, kind
-        state.draws = None if sizes in seen.sizes else NoDraws(lambda: state.sharded, self.comm)
+        if sizes not in seen.sizes:
+            state.draws = NoDraws(lambda: state.sharded, self.comm)
+            state.kept = {x.grad_fn for _, x in kept(model)}
         try:
             with state.draws or nullcontext():
                 out = forward(**arguments)
@@ -159,7 +161,7 @@ class Parallelized(ParallelModel):
             return run_stage(module, block, forward, run, arguments, self.grad)
         state, changed = self._current(name), dict[str, Tensor]()
         due, written = self._to_try(state, name, block, run.grid, run.inside, run.parts), list[str]()
-        run = run._replace(mixing=due, written=written)
+        run = run._replace(mixing=due, written=written, shares=state.shards)
         state.inside = name
         with noting_changes(module, name, changed):
             out = run_stage(module, block, forward, run, arguments, self.grad)
@@ -366,7 +368,9 @@ class Parallelized(ParallelModel):
                     f"copy, as {argument}.clone() is"
                 )
             if self.comm.size > 1:
-                check_results(what, out, state.ends, state.shards, self.grad)
+                before = state.kept
+                new = [] if before is None else [each for each in kept(state.model) if each[1].grad_fn not in before]
+                check_results(state.model, out, state.ends, state.shards, self.grad, new)
             if state.uneven:
                 raise NotImplementedError(
                     f"{state.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
 from seqpar.nn.fingerprint import leaves
 from seqpar.nn.randomness import draws
+from seqpar.nn.saved_state import OF_MODULES, held
 from seqpar.ops.core.agreement import errors_on_all_ranks
 
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
@@ -130,27 +132,69 @@ class NoDraws(TorchFunctionMode):
 # --- what a model returns -------------------------------------------------------------------------------------------
 
 
-def check_results(what: str, out: Any, ends: Collection[Any], shards: Collection[Any], grad: str) -> None:
+WHOLE = {  # how to have what ranks have shares of
+    "returns": "return only what follows the exit of its spec",
+    "keeps": "keep it detached if no loss reads it, or else compute it from rows that are a stream of the last stage, "
+    "in a spec without an exit",
+}
+
+
+def check_results(
+    model: nn.Module, out: Any, ends: Collection[Any], shards: Collection[Any], grad: str,
+    new: Collection[tuple[str, Tensor]],
+) -> None:  # fmt: skip
     """Raise for a result that is a share of the rows, and for gradients that count once for each rank.
 
-    ends, shards: autograd's nodes of what the model ends with, and of stages' outputs.
+    ends, shards: autograd's nodes of what the model ends with, and of stages' inputs and outputs. new: what modules
+    keep since this forward. It is a result too, as a balance loss, if nothing that is returned depends on it; where
+    something does, it may be for the model alone: a warning names it.
     """
-    for name, x in leaves(out):
-        if not isinstance(x, Tensor):
-            continue
+    what, returned = type(model).__name__, [(name, x) for name, x in leaves(out) if isinstance(x, Tensor)]
+    new, before = (new, _behind(ends)) if ends else ((), set())
+    results = [
+        *(("returns", name.lstrip(".") or "a tensor", x) for name, x in returned),
+        *(("keeps", name, x) for name, x in new if x.grad_fn not in before),
+    ]
+    for how, name, x in results:
         shared, past = _ways_past(x.grad_fn, ends, shards) if ends else (False, False)
         past = past or (x.is_leaf and x.requires_grad)
         if shared or getattr(x.untyped_storage(), SHARE, False):
-            where = name.lstrip(".") or "a tensor"
             raise NotImplementedError(
-                f"{what} returns {where} {list(x.shape)}, which stages computed: each rank has its share of the rows; "
-                "return only what follows the exit of its spec"
+                f"{what} {how} {name} {list(x.shape)}, which stages computed: each rank has its share of the rows; "
+                f"{WHOLE[how]}"
             )
         if past and grad == "replicated":
             raise NotImplementedError(
-                f"{what} ends with tensors that do not pass its exit, whose gradients would count once for each rank; "
-                'give grad="sum" and divide the loss by the number of ranks'
+                f"{what} ends with tensors that do not pass its exit, whose gradients would count once for each rank: "
+                f'it {how} {name}; give grad="sum" and divide the loss by the number of ranks'
             )
+    if shares := [name for name, x in new if x.grad_fn in before and _ways_past(x.grad_fn, ends, shards)[0]]:
+        warnings.warn(
+            f"{what} keeps {', '.join(shares[:4])}, which stages computed: each rank has its share of the rows, and a "
+            "loss that reads them outside of the model would not be that of one process; if nothing does, all is well",
+            stacklevel=2,
+        )
+
+
+def kept(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors with a gradient that modules keep in attributes, or inside these; not those of diffusers' hooks."""
+    attributes = [
+        (f"{path}.{name}".lstrip("."), x)
+        for path, module in model.named_modules() for name, x in module.__dict__.items()
+        if name not in OF_MODULES and name != "_diffusers_hook"
+    ]  # fmt: skip
+    return [(name, x) for name, own in attributes for x in held([own]) if isinstance(x, Tensor) and x.grad_fn]
+
+
+def _behind(ends: Collection[Any]) -> set[Any]:
+    """All nodes of autograd's on which some depend, and these."""
+    waiting, found = [*ends], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _ways_past(node: Any, ends: Collection[Any], shards: Collection[Any]) -> tuple[bool, bool]:

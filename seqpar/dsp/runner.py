@@ -48,6 +48,7 @@ class StageRun(NamedTuple):
     parts: int  # number of parts, computed one after another
     mixing: dict[str, str] | None = None  # dimensions to try -> how rows depend on each other, contrary to the spec
     written: list[str] | None = None  # arguments besides the stream that the stage writes to, in a first forward
+    shares: list[Any] | None = None  # autograd's nodes of shares of rows, in a first forward
 
 
 class ForwardState:
@@ -58,7 +59,7 @@ class ForwardState:
     once. mixed: stages, dimensions, and how rows depend on each other along these, contrary to the spec. tried: stages
     with dimensions -> rows in a trial. written: stages with arguments that they wrote to. inside: the stage that is
     being computed.
-    ends, shards: autograd's nodes of the model's end, and of outputs that each rank has a share of.
+    ends, shards: autograd's nodes of the model's end, and of what each rank has a share of.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ForwardState:
         self.written: list[tuple[str, str]] = []
         self.inside = ""
         self.draws: NoDraws | None = None  # in the first forward of these sizes
+        self.kept: set[Any] | None = None  # in it, autograd's nodes of what modules kept before
         self.ends: list[Any] = []
         self.shards: list[Any] = []
 
@@ -199,6 +201,9 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
             trial = Trial(module, block, grid, run.inside, list(run.mixing), arguments)
         others = [(name, x) for name, x in arguments.items() if isinstance(x, Tensor) and name not in block.stream]
         versions = [version_of(x) for _, x in others]
+        if run.shares is not None and (run.inside, grid.held) != (None, None):
+            given = map(arguments.get, block.stream)
+            run.shares.extend(x.grad_fn for x in given if isinstance(x, Tensor) and x.grad_fn)
         outs = _called(module, block, forward, run, arguments)
         if run.written is not None:
             run.written.extend(name for (name, x), v in zip(others, versions, strict=True) if version_of(x) != v)

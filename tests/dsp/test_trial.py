@@ -476,6 +476,7 @@ class Boxed(Stage):
 STAGES = (Averaging, Boxed, Drawing, Counting, Remembering, Shrinking, Tabled, Choosy, Writing, Derived)
 
 
+@pytest.mark.filterwarnings("ignore:Clip keeps second")
 @pytest.mark.parametrize("kind", STAGES)
 @pytest.mark.parametrize("ranks, rows", [(2, 8), (3, 8), (5, 4)])
 def test_stages_with_a_state_or_a_domain(kind: type[Stage], ranks: int, rows: int) -> None:
@@ -746,6 +747,143 @@ def test_a_skip_past_the_stages_counts_once_for_each_rank(returns: str) -> None:
         out = model(x)
         (out.square().sum() / comm.size).backward()
         return {"out": out.detach(), "d x": x.grad, **{f"d {n}": p.grad for n, p in model.named_parameters()}}
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
+# --- what modules keep ------------------------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Experts by probability, whose balance loss it keeps in an attribute, or whose probabilities are a stream."""
+
+    def __init__(self, keeps: str = "aux") -> None:
+        super().__init__()
+        self.router, self.experts, self.keeps = nn.Linear(8, 3), nn.Linear(3, 8), keeps
+        self.aux, self.several, self.box = None, [], Box()
+
+    def forward(self, x: Tensor, chances: Tensor | None = None) -> Any:
+        p = self.router(x).softmax(-1)
+        loss = balance(p)
+        if self.keeps == "aux":
+            self.aux = loss
+        if self.keeps == "a list":
+            self.several = [{"aux": loss}]
+        if self.keeps == "an object":
+            self.box.inside["kept"] = (loss,)
+        if self.keeps == "detached":
+            self.aux = loss.detach()
+        if self.keeps == "features":
+            self.aux = p
+        x = x + self.experts(p)
+        return x if chances is None else (x, chances + p)
+
+
+def balance(chances: Tensor) -> Tensor:
+    return chances.mean((0, 1, 2)).square().sum()
+
+
+def routed(keeps: str, where: str = "second") -> nn.Module:
+    model = Clip()
+    setattr(model, where, Routed(keeps))
+    return model
+
+
+@pytest.mark.parametrize("keeps, name", [("aux", "aux"), ("a list", "several"), ("an object", "box")])
+@pytest.mark.parametrize("where", ["first", "second"])
+@pytest.mark.parametrize("grad", ["replicated", "sum"])
+def test_a_loss_that_a_stage_keeps_aside_is_a_share(keeps: str, name: str, where: str, grad: str) -> None:
+    for ranks, x in ((2, X), (3, rand(1, 2, 6, 3))):  # of three ranks one has no rows
+        for said in refused(routed(keeps, where), grad=grad, x=x, ranks=ranks):
+            assert f"NotImplementedError: Clip keeps {where}.{name} [], which stages computed" in said, said
+            assert said.endswith("rows that are a stream of the last stage, in a spec without an exit")
+
+
+def test_what_a_stage_keeps_detached_is_no_loss() -> None:
+    is_one_process(2, partial(made, routed, "detached"))
+    assert refused(routed("detached")) == ["nothing"] * 2
+
+
+def test_features_that_a_stage_keeps_are_warned_of() -> None:
+    def on_a_rank(comm: Comm) -> Tensor:
+        model = made(routed, "features")
+        parallelize(model, comm, SPEC, plan=SHARDED)
+        return model(X)
+
+    with pytest.warns(UserWarning, match=r"Clip keeps second.aux, which stages computed: each rank has its share"):
+        run_threads(2, on_a_rank)
+
+
+class Balanced(nn.Module):
+    """The same as streams: the probabilities of all stages go through them beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.first, self.second = nn.Linear(3, 8), Routed(""), Routed("")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chances = x.new_zeros(*x.shape[:3], 3)
+        return self.second(*self.first(self.enter(x), chances))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_balance_loss_is_computed_from_a_stream(ranks: int) -> None:
+    streams = {"x": "b t s c", "chances": "b t s e"}
+    blocks = tuple(Block(name, streams, ("s",), rest=ANY) for name in ("first", "second"))
+    spec = replace(SPEC, model="Balanced", blocks=blocks, exit=None)
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Balanced)
+        if comm.size > 1:
+            parallelize(model, comm, spec, plan=SHARDED)
+        out, chances = model(X)
+        (out.square().mean() + balance(chances)).backward()
+        return {"out": out.detach(), **{f"d {n}": p.grad for n, p in model.named_parameters()}}
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(ranks, on_a_rank), want)
+
+
+class Keeping(Clip):
+    """It keeps all its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outs.append(super().forward(x))
+        return self.outs[-1]
+
+
+def test_what_a_model_keeps_since_an_earlier_forward_is_nothing_new() -> None:
+    def on_a_rank(comm: Comm) -> int:
+        model = made(Keeping)
+        parallelize(model, comm, replace(SPEC, model="Keeping"), plan=SHARDED)
+        return len([model(x) for x in (X, rand(1, 6, 6, 3), X, rand(1, 8, 6, 3))])
+
+    assert run_threads(2, on_a_rank) == [4, 4]
+
+
+class Penalized(Clip):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.enter(x).square().mean()
+        return super().forward(x)
+
+
+def test_a_penalty_that_the_model_keeps_counts_once_for_each_rank() -> None:
+    spec = replace(SPEC, model="Penalized")
+    for said in refused(Penalized(), spec):
+        assert said.endswith('it keeps penalty; give grad="sum" and divide the loss by the number of ranks'), said
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(Penalized)
+        if comm.size > 1:
+            parallelize(model, comm, spec, grad="sum", plan=SHARDED)
+        out = model(X)
+        ((out.square().sum() + model.penalty) / comm.size).backward()
+        return {"out": out.detach(), **{f"d {n}": p.grad for n, p in model.named_parameters()}}
 
     (want,) = run_threads(1, on_a_rank)
     compared(run_threads(2, on_a_rank), want)
