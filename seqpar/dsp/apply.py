@@ -25,7 +25,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.fingerprint import COMPARED, hashed, leaves, ordered, weights_of
-from seqpar.nn.foreign_hooks import CACHING, check_hooks, has_cache
+from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, with_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
@@ -85,7 +85,7 @@ class Parallelized(ParallelModel):
         self, model: nn.Module, comm: Comm, spec: Spec, grad: str, make_plan: MakeStagePlan, check_inputs: bool
     ) -> None:
         refuse_unready(model)
-        check_hooks(model, CACHING)
+        check_hooks(list(model.named_modules()), CACHING)
         check_makes_plans(model, make_plan, "(stages, dims, ranks, end=, training=)")
         super().__init__(model, comm)
         self.spec, self.grad, self.make_plan, self.check_inputs = spec, grad, make_plan, check_inputs
@@ -127,8 +127,10 @@ class Parallelized(ParallelModel):
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         seen: _Seen = getattr(model, SEEN)
-        cached = [name for name in self.names if has_cache(model.get_submodule(name))]
-        kind = self._agree(model, seen, arguments, cached)
+        named = list(model.named_modules())
+        caches = with_cache(named)
+        cached = [name for name in self.names if any(matches(path, (name,)) for path in caches)]
+        kind = self._agree(named, seen, arguments, cached)
         space = Space(self.spec.dims(model, arguments), self.comm)
         state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards, kind, cached)
         self._forwards += 1
@@ -280,7 +282,10 @@ class Parallelized(ParallelModel):
         shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training, *state.cached)
         if shape not in self.plans:
             width = x.numel() // tokens_of(self.stages[0][1], space)
-            stages = [stage_of(state.model, name, block, space, width, x.element_size()) for name, block in self.stages]
+            stages = [
+                stage_of(state.model, name, block, space, width, x.element_size(), name in state.cached)
+                for name, block in self.stages
+            ]
             stages[0] = replace(stages[0], rest=None)  # the first input is whole
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
             # the rows that a cache keeps are those of the same plan with gradients and without
@@ -305,15 +310,16 @@ class Parallelized(ParallelModel):
     # --- comparing ranks ---------------------------------------------------------------------------------------------
 
     def _agree(
-        self, model: nn.Module, seen: _Seen, arguments: Mapping[str, Any], cached: Sequence[str]
+        self, named: Named, seen: _Seen, arguments: Mapping[str, Any], cached: Sequence[str]
     ) -> object:  # fmt: skip
         """Check that ranks make the same call, with nothing active that must not be. Returns the kind of call.
 
         Calls of one kind have the same arguments besides None, the same settings and the same modes of all modules, by
         which a stage may take other code; dropout may be switched on in a part.
         """
+        model = named[0][1]
         with agreement(f"a forward of {type(model).__name__}", self.comm, every=True) as call:
-            self._check_changes(model, seen)
+            self._check_changes(named, seen)
             facts = {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
@@ -334,15 +340,15 @@ class Parallelized(ParallelModel):
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
 
-    def _check_changes(self, model: nn.Module, seen: _Seen) -> None:
+    def _check_changes(self, named: Named, seen: _Seen) -> None:
         """Raise for modules changed since, for active dropout, and for hooks that see a share."""
-        modules = list(model.modules())
+        modules = [module for _, module in named]
         if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
-            check_modules(model, self.spec, self.names)
+            check_modules(modules[0], self.spec, self.names)
             seen.forget()
             seen.modules = modules
-        check_hooks(model, CACHING)
-        if drops := active_dropout(model):
+        check_hooks(named, CACHING)
+        if drops := active_dropout(named):
             raise NotImplementedError(
                 f"{drops}, which would draw other numbers for a shard than for the whole; set its p to 0"
             )

@@ -11,11 +11,12 @@ from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
 from seqpar.dsp.space import Space
 from seqpar.dsp.spec import Block
-from seqpar.nn.foreign_hooks import has_cache
 
 
-def stage_of(model: nn.Module, name: str, block: Block, space: Space, width: int, element: int) -> Stage:
-    """A block as the planner sees it. width, element: elements of a row, and bytes of one."""
+def stage_of(
+    model: nn.Module, name: str, block: Block, space: Space, width: int, element: int, cached: bool
+) -> Stage:  # fmt: skip
+    """A block as the planner sees it. width, element: elements of a row, and bytes of one. cached: by a hook."""
     if missing := [dim for dim in block.whole if dim not in space.dims]:
         raise ValueError(f"block {block.modules} mixes {missing}, expected some of the dimensions {[*space.dims]}")
     module, tokens = model.get_submodule(name), tokens_of(block, space)
@@ -25,7 +26,6 @@ def stage_of(model: nn.Module, name: str, block: Block, space: Space, width: int
     heads, kv_heads = (block.core.count(module),) * 2 if block.core else (block.heads, block.kv_heads)
     # a cache keeps the output of one call: another part of the rows would get it, and no call of attention be left
     # whose heads could be shared
-    cached = has_cache(module)
     if cached:
         heads = kv_heads = 0
     return Stage(

@@ -6,13 +6,14 @@ decides otherwise than for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from seqpar.nn.kinds import name_of
 
+Named = Sequence[tuple[str, nn.Module]]  # a model and all modules in it, by name: one walk serves several checks
 HARMLESS = (
     "GroupOffloadingHook", "LazyPrefetchGroupOffloadingHook", "LayerExecutionTrackerHook", "LayerwiseCastingHook",
     "PeftInputAutocastDisableHook",
@@ -21,9 +22,10 @@ SKIPPING = ("TransformerBlockSkipHook", "FeedForwardSkipHook")  # leave out a mo
 CACHING = ("PyramidAttentionBroadcastHook",)  # return a module's earlier output, whatever the rows are
 
 
-def check_hooks(model: nn.Module, also: Iterable[str] = ()) -> None:
+def check_hooks(named: Named, also: Iterable[str] = ()) -> None:
     """Raise NotImplementedError for a hook that may look at rows. also: more kinds of hooks that may stay."""
-    for path, key, hook in _hooks_of(model):
+    model = named[0][1]
+    for path, key, hook in _hooks_of(named):
         kind = type(hook).__name__
         if not (kind in HARMLESS or kind in also or (kind in SKIPPING and _skips_all(hook))):
             raise NotImplementedError(
@@ -34,9 +36,9 @@ def check_hooks(model: nn.Module, also: Iterable[str] = ()) -> None:
             )
 
 
-def has_cache(model: nn.Module) -> bool:
-    """Whether a hook in a model returns earlier outputs, so that its modules must get the same rows every time."""
-    return any(type(hook).__name__ in CACHING for _, _, hook in _hooks_of(model))
+def with_cache(named: Named) -> list[str]:
+    """Modules with a hook that returns earlier outputs, so that they must get the same rows every time."""
+    return [path for path, _, hook in _hooks_of(named) if type(hook).__name__ in CACHING]
 
 
 def _skips_all(hook: Any) -> bool:
@@ -45,8 +47,8 @@ def _skips_all(hook: Any) -> bool:
     return bool(hook.dropout == 1.0) and getattr(streams, "return_encoder_hidden_states_index", None) is None
 
 
-def _hooks_of(model: nn.Module) -> Iterator[tuple[str, str, object]]:
+def _hooks_of(named: Named) -> Iterator[tuple[str, str, object]]:
     """The hooks of diffusers in a model: the module's name, the name of registration, the hook."""
-    for path, module in model.named_modules():
+    for path, module in named:
         for key, hook in getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}).items():
             yield path, key, hook

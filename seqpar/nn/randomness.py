@@ -6,6 +6,7 @@ Ranks would draw other numbers for their shares than one process for the whole.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ def undrawn(func: Any, args: Any, kwargs: Any) -> Any:
     return out if _DRAWING.get(func) is None or not isinstance(out, Tensor) else out.fill_(_DRAWING[func])
 
 
-def active_dropout(model: nn.Module) -> str:
-    """The name and probability of the first dropout that is active, "" if there is none."""
-    for name, module in model.named_modules():
+def active_dropout(named: Iterable[tuple[str, nn.Module]]) -> str:
+    """The name and probability of the first of these modules that is an active dropout, "" if there is none."""
+    for name, module in named:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             return f"{name or 'the model'} is dropout with p={module.p} in training"
     return ""

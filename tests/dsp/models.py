@@ -6,7 +6,9 @@ import copy
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -48,6 +50,20 @@ def gradients(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
     (out * g + out.square()).sum().backward()
     grads = {n: x.grad for n, x in [*given.items(), *model.named_parameters()] if x.is_floating_point()}
     return {"out": out.detach()} | {f"d {n}": g for n, g in grads.items() if g is not None}
+
+
+def walks(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[nn.Module]:
+    """The modules over whose parts a call walks, once for each walk."""
+    found, named_modules = [], nn.Module.named_modules
+
+    def noted(module: nn.Module, *memo: Any, **options: Any) -> Any:
+        found.extend([] if memo else [module])  # a walk goes on into parts with what it has seen
+        return named_modules(module, *memo, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Module, "named_modules", noted)
+        call()
+    return found
 
 
 def compared(found: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:

@@ -13,12 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import parallelize
 from seqpar.nn.fingerprint import leaves, ordered
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
-from tests.dsp.models import PAIRS, SHARDED, STREAMS, WEATHER, DiT, PairStack, Streams, Weather, compared, dit, made
+from tests.dsp.models import (
+    PAIRS,
+    SHARDED,
+    STREAMS,
+    WEATHER,
+    DiT,
+    PairStack,
+    Streams,
+    Weather,
+    compared,
+    dit,
+    made,
+    walks,
+)
 from tests.dsp.passes import (
     GRID,
     drawn,
@@ -140,6 +153,14 @@ def test_changes_that_would_make_other_numbers(change, words) -> None:
 def test_ranks_without_rows_hear_of_a_refusal() -> None:
     found = run_threads(8, changed, drawn, GRID, timeout=60.0)
     assert all("mix.0 calls rand_like" in first for first, _ in found)
+
+
+def test_a_later_forward_walks_over_the_modules_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(Weather)
+    parallelize(model, LocalComm(), WEATHER, plan=SHARDED)
+    for _ in range(3):  # and weights are compared
+        model(GRID)
+    assert walks(monkeypatch, lambda: model(GRID)) == [model]
 
 
 def inserted(comm: Comm) -> dict[str, Tensor]:

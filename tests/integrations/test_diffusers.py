@@ -26,7 +26,7 @@ from seqpar.nn.fingerprint import fingerprint
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 from tests.dsp.cases import clip, latte
-from tests.dsp.models import SHARDED, compared, gradients
+from tests.dsp.models import SHARDED, compared, gradients, walks
 from tests.integrations.diffusers_models import (
     MODELS,
     TEXT,
@@ -356,6 +356,14 @@ def test_undo_is_exact_and_other_models_are_untouched(name: str) -> None:
             assert torch.equal(model(**inputs).sample, shared)
         assert torch.equal(model(**inputs).sample, plain)
     assert list(model.state_dict()) == list(second.state_dict())
+
+
+def test_a_later_forward_walks_over_the_modules_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made("flux")
+    parallelize(model, LocalComm())
+    for _ in range(3):  # and weights are compared
+        model(**inputs)
+    assert walks(monkeypatch, lambda: model(**inputs)) == [model]
 
 
 def test_a_pipeline_calls_the_model_by_keyword_or_its_latents_by_place() -> None:

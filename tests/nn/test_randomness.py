@@ -69,5 +69,5 @@ def test_what_is_off_draws_nothing() -> None:
 
 def test_an_active_dropout_is_named() -> None:
     model = nn.Sequential(nn.Dropout(0.0), nn.Sequential(nn.Dropout1d(0.25)))
-    assert active_dropout(model) == "1.0 is dropout with p=0.25 in training"
-    assert active_dropout(model.eval()) == ""
+    assert active_dropout(model.named_modules()) == "1.0 is dropout with p=0.25 in training"
+    assert active_dropout(model.eval().named_modules()) == ""

@@ -63,11 +63,12 @@ def parallelize(
     if any(queries != keys for queries, keys in recipe.attends.values()):
         _check_takes_key_layout(model, plan)
     numerics = Numerics.checked(accuracy, deterministic)
-    check_alone(model)
+    named = list(model.named_modules())
+    check_alone(named)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
     handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics)))
-    for name, wrapper in recipe.surrounding(model).items():
+    for name, wrapper in recipe.surrounding(named).items():
         handle.put_around(model.get_submodule(name), wrapper)
     return handle
 

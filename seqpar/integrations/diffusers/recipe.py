@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.tokens import Streams, TokenCounts
 from seqpar.integrations.diffusers.wrappers import attending, attending_whole, gathering_rows
-from seqpar.nn.foreign_hooks import check_hooks
+from seqpar.nn.foreign_hooks import Named, check_hooks
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import SURROUNDED
 
 
-def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules of a model that have an attention processor, by name."""
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "processor")]
+def attentions(named: Named) -> list[tuple[str, nn.Module]]:
+    """Those modules of a model that have an attention processor."""
+    return [(name, module) for name, module in named if hasattr(module, "processor")]
 
 
-def check_alone(model: nn.Module) -> None:
+def check_alone(named: Named) -> None:
     """Raise NotImplementedError for a model under another wrapper of diffusers, or with hooks that see a share."""
+    model = named[0][1]
     name = name_of(model)
     if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
@@ -38,7 +39,7 @@ def check_alone(model: nn.Module) -> None:
         raise NotImplementedError(
             f"diffusers: {name} is under enable_cache, which skips attention; call its disable_cache() first"
         )
-    check_hooks(model)
+    check_hooks(named)
 
 
 Count = Callable[[nn.Module, Mapping[str, Any]], int]
@@ -82,14 +83,14 @@ class ModelRecipe:
     masks: bool = False
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def surrounding(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
+    def surrounding(self, named: Named) -> dict[str, Callable[..., Any]]:
         """The wrappers of modules that see tokens, by the modules' names."""
-        found: dict[str, Callable[..., Any]] = {}
+        model, found = named[0][1], dict[str, Callable[..., Any]]()
         for pattern, wrapper in self.modules.items():
             parent, every, _ = pattern.partition(".*")
             names = [f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()]
             found |= dict.fromkeys(names if every else [parent], wrapper)
-        for name, _ in attentions(model):
+        for name, _ in attentions(named):
             words = name.split(".")
             over = self.attends.get(words[-1], (self.joint, self.joint))
             found[name] = attending_whole if {*words} & {*self.cross} else partial(attending, *over)
@@ -97,7 +98,8 @@ class ModelRecipe:
 
     def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Raise NotImplementedError for arguments, settings and modules that cannot be shared."""
-        for name in self.surrounding(model):
+        named = list(model.named_modules())
+        for name in self.surrounding(named):
             if not _is_surrounded(model.get_submodule(name)):
                 raise NotImplementedError(
                     f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an "
@@ -115,7 +117,7 @@ class ModelRecipe:
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
                 raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not supported")
-        for name, module in attentions(model):
+        for name, module in attentions(named):
             if (kind := type(module.processor).__name__) not in self.processors:
                 raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
             if (kind := _backend(module.processor)) not in BACKENDS:
@@ -123,8 +125,8 @@ class ModelRecipe:
                     f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
                     "set_attention_backend('native')"
                 )
-        check_alone(model)
-        if drops := active_dropout(model):
+        check_alone(named)
+        if drops := active_dropout(named):
             raise NotImplementedError(
                 f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
             )
