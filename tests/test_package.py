@@ -95,8 +95,8 @@ ORDER = {
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
     "nn": """
-        checkpoint randomness kinds foreign_hooks rounding wrap saved_state fingerprint source attention multihead
-        __init__
+        checkpoint randomness asleep kinds foreign_hooks rounding wrap saved_state fingerprint source attention
+        multihead __init__
     """,
     "integrations": """
         adapters hf hf/config probe

@@ -36,17 +36,16 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
+from seqpar.nn.asleep import asleep, awake, is_plain
 from seqpar.nn.rounding import ROUGH, is_rough
 from seqpar.nn.saved_state import OF_MODULES, SavedState, eager, held, saved
 from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar.dsp")
-SMALL = 1e-3  # a parameter below this everywhere is given other values
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
 # Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the first given again.
 EVEN, ODD, MOVED, MORE = range(4)
 MIXES, COUNTS = "mixes", "counts the rows of"
-FILLED = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 TABLES = "_seqpar_tables"  # an attribute of stages
 Arguments = dict[str, Any]
 CallStage = Callable[[Arguments], Sequence[Tensor]]
@@ -92,7 +91,7 @@ class Trial:
             return {}
         kept = [x.detach().clone() for x in outs]
         try:
-            with saved(self.module):
+            with saved(self.module), awake(self.module):
                 afresh = not self.before.would_write()
                 if afresh:  # what the stage keeps of its rows comes again from changed ones
                     self.before.restore()
@@ -149,12 +148,12 @@ class Trial:
     def _telling(self, name: str, x: Tensor) -> Tensor:
         """An argument, in new memory if it has rows, and with other values if its own would hide what a stage does."""
         if name not in self.block.stream:
-            if _is_small(x):
+            if is_plain(x) and asleep(x.detach(), parts=False) is not None:
                 return _filled(x)
             return x.detach().clone() if name in self.forms else x
         x, dims = x.detach().clone(), [dim for dim in self.dims if dim in form_of(self.forms[name]).names]
         still = any(all(torch.equal(x, self._changed(x, name, dim, way)) for way in (EVEN, ODD)) for dim in dims)
-        return _varied(x) if still and x.numel() and x.dtype in FILLED else x
+        return _varied(x) if still and is_plain(x) else x
 
     def _changed(self, x: Tensor, name: str, dim: str, way: int) -> Tensor:
         form = form_of(self.forms[name])
@@ -249,31 +248,18 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def _copied(module: nn.Module) -> Iterator[None]:
-    """The module with copies of its buffers, and other values for parameters that are zero, or nearly, everywhere.
-
-    The graph of the stage's own call may need the buffers as they are.
-    """
-    own = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    """The module with copies of its buffers: the graph of the stage's own call may need them as they are."""
+    own = [(part, dict(part._buffers)) for part in module.modules()]
     try:
-        for part, parameters, buffers in own:
+        for part, buffers in own:
             part._buffers.update({name: None if x is None else x.clone() for name, x in buffers.items()})
-            part._parameters.update(
-                {name: nn.Parameter(_filled(p), p.requires_grad) for name, p in parameters.items() if _is_small(p)}
-            )
         yield
     finally:
-        for part, parameters, buffers in own:
-            part._parameters.update(parameters)
+        for part, buffers in own:
             part._buffers.update(buffers)
 
 
-def _is_small(x: Any) -> bool:
-    """Whether a tensor is zero, or nearly, everywhere."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.dtype in FILLED and x.numel() and not x.is_meta
-    return bool(plain and x.detach().abs().max() < SMALL)
-
-
-def _filled(x: Any) -> Tensor:
+def _filled(x: Tensor) -> Tensor:
     values = torch.linspace(0.1, 1.0, x.numel(), device=x.device, dtype=torch.float32)
     return values.view(x.shape).to(x.dtype)
 

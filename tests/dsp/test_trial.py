@@ -245,6 +245,36 @@ def test_a_gate_that_is_closed_hides_nothing() -> None:
     assert all("second mixes t" in said for said in refused(model))
 
 
+class GatedInPart(Stage):
+    """One layer gives a scale and a gate; the rows of the gate are zeros at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(8, 16)
+        nn.init.zeros_(self.both.weight[8:])
+        nn.init.zeros_(self.both.bias[8:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, gate = self.both(x).chunk(2, -1)
+        return x * scale + gate * self.linear(x.cumsum(1))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [Gated, GatedInPart])
+def test_a_part_that_is_closed_hides_nothing(kind: type[Stage], mode: Any) -> None:
+    model = Clip()
+    model.second = kind()
+
+    def on_a_rank(comm: Comm) -> str:
+        own = copy.deepcopy(model).double()
+        parallelize(own, comm, SPEC, plan=SHARDED)
+        with mode(), pytest.raises(NotImplementedError) as raised:
+            own(X)
+        return str(raised.value)
+
+    assert all("second mixes t" in said for said in run_threads(2, on_a_rank, timeout=20))
+
+
 class GatedByTime(Clip):
     """Its gates follow the time, and are closed before it is trained."""
 

@@ -38,8 +38,9 @@ from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.probe.inspection import dropping
-from seqpar.integrations.probe.stand_ins import Deterministic, awake
+from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.sdpa.reroute import sdpa
+from seqpar.nn.asleep import awake
 from seqpar.nn.saved_state import eager, saved
 from seqpar.nn.wrap import replaced
 from seqpar.parallel import parallel
