@@ -484,7 +484,7 @@ def test_a_profile_is_rehearsed(tmp_path: Path) -> None:
     assert run.main(["--rehearse", "--slice", "profile", "--case", "ring", "--json", str(path)]) == 0
     found = rows_of(path)
     assert {row["mode"] for row in found} >= {"forward, one launch", "forward, ranks", "backward, ranks"}
-    assert all(row["what"] and row["ms"] > 0 and "error" not in row for row in found if row["what"] != "nothing")
+    assert all(row["what"] and row["ms"] >= 0 and "error" not in row for row in found if row["what"] != "nothing")
 
 
 def test_a_plan_that_is_frozen_into_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

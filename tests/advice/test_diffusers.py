@@ -56,6 +56,23 @@ def right_after(mistake: Callable[[Comm, nn.Module], None]) -> bool:
     return run_threads(2, rank) == [True, True]
 
 
+def test_a_plan_is_told_where_the_keys_of_audio_are() -> None:
+    model, inputs = made("ltx2", samples=1)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        with advised(TypeError, "give a function of (mask, layout, *, kv_layout=)"):
+            seqpar.parallelize(own, comm, plan=lambda mask, layout: Plan(mask, layout, ulysses=2))
+        seqpar.parallelize(own, comm, plan=lambda mask, layout, **keys: Plan(mask, layout, ulysses=2, **keys))
+        with torch.no_grad():
+            return own(**inputs).sample
+
+    for got in run_threads(2, rank):
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_model_of_stages_is_made_parallel_by_stages() -> None:
     model, given = latte(4, 2, 1), clip(4, 2, 1)
     with advised(NotImplementedError, "call seqpar.dsp.parallelize(model, comm)"):
