@@ -116,9 +116,9 @@ class _TokenLogProbs(torch.autograd.Function):
                     head.add(grads, rows, z)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.needs, ctx.dtype = o, needs, head.hidden.dtype
-        again = (hidden, weight, bias, labels, lse, entropies) if o.entropy or not frozen else (None,) * 6
+        again = (hidden, weight, bias, lse, entropies) if o.entropy or not frozen else (None,) * 5
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        ctx.save_for_backward(grads.hidden, *again)
+        ctx.save_for_backward(grads.hidden, labels, *again)
         return (log_probs, entropies) if o.entropy else log_probs
 
     @staticmethod
@@ -126,12 +126,17 @@ class _TokenLogProbs(torch.autograd.Function):
         refuse_double_backward("token_log_probs")
         if d_log_probs is None and d_entropies is None:
             return (None,) * 5
-        o, (d_hidden, *again) = ctx.options, ctx.saved_tensors
+        o, (d_hidden, labels, *again) = ctx.options, ctx.saved_tensors
+        # results of these rows are constants, whose gradients may have any size
+        ignored = labels == o.ignore_index
+        d_log_probs, d_entropies = (
+            None if x is None else x.masked_fill(ignored, 0.0) for x in (d_log_probs, d_entropies)
+        )
         if d_hidden is not None and d_entropies is None:
             assert d_log_probs is not None
             d_hidden = d_hidden.to(d_log_probs.dtype) * (d_log_probs / o.temperature)[:, None]
             return (d_hidden.to(ctx.dtypes[0]), *[None] * 4)
-        hidden, weight, bias, labels, lse, entropies = again
+        hidden, weight, bias, lse, entropies = again
         head = Head.of(hidden, weight, bias, o.softcap, o.chunk, ctx.dtype)
         grads = head.gradients(ctx.needs)
         scale, largest, factors = _factors(d_log_probs, d_entropies, lse)

@@ -176,6 +176,24 @@ def test_half_precision_gradients_do_not_underflow_by_the_size_of_factors() -> N
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [1e9, math.inf, math.nan])
+def test_gradients_of_rows_that_do_not_count_have_no_effect(size: float, dtype: torch.dtype, frozen: bool) -> None:
+    hidden, weight, _, labels = given(dtype=dtype)
+    leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight), (True, not frozen))]
+    found = token_log_probs(*leaves, labels, entropy=True)
+    asked = [x for x in leaves if x.requires_grad]
+    for used in ((0,), (1,), (0, 1)):
+        results, factors = [found[n] for n in used], [FACTORS[n].float() for n in used]
+        several = [factors, [f.masked_fill(labels == IGNORED, size) for f in factors]]
+        plain, large = (torch.autograd.grad(results, asked, each, retain_graph=True) for each in several)
+        assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(plain, large))
+        alone = token_log_probs(*leaves, labels)  # keeps less for backward
+        plain, large = (torch.autograd.grad(alone, asked, each[0], retain_graph=True) for each in several)
+        assert all(torch.equal(*pair) for pair in zip(plain, large))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 def test_the_logits_never_exist_as_a_whole(frozen: bool) -> None:
     """By what the operators of both passes make, not by what an allocator reports."""
     rows, vocabulary, chunk = 256, 64, 16
