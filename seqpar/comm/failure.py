@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -65,6 +66,8 @@ class RootCause:
         return int(rank), reason
 
     def _patiently(self, access: Callable[[], T]) -> T | None:
+        if sys.is_finalizing():  # a thread would never start, and this one would wait for it
+            return None
         box: list[T] = []
 
         def run() -> None:

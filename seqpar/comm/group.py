@@ -25,6 +25,7 @@ import ctypes
 import logging
 import platform
 import socket
+import sys
 import time
 from bisect import bisect_right
 from collections import deque
@@ -146,12 +147,16 @@ class GroupChannel(ProcessChannel):
 
     def fail(self, reason: str, *, grace: float = 0.0) -> None:
         """Mark the group dead for `reason`, unless it has a root cause or gets one within `grace` seconds."""
-        if self.owner.in_own_process and self.cause is None:
-            standing = self.root_cause.read(grace) if grace else None
-            self.cause = standing or self.root_cause.write(reason)
-            self._report(f"{reason}; root cause")
-            self._hang_up()
-            self._abort_nccl()
+        if not self.owner.in_own_process or self.cause is not None:
+            return
+        if sys.is_finalizing():  # without threads, and the connections are closed, as peers have seen
+            self.cause = self.rank, reason
+            return
+        standing = self.root_cause.read(grace) if grace else None
+        self.cause = standing or self.root_cause.write(reason)
+        self._report(f"{reason}; root cause")
+        self._hang_up()
+        self._abort_nccl()
 
     def look(self) -> bool:
         """Whether the group is dead, as far as this rank knows or any rank wrote."""

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -68,6 +69,44 @@ def test_the_exception_of_a_process_carries_its_traceback(tmp_path):
         run_processes(3, cases.aborts)
     assert "in aborts" in str(raised.value.__cause__)
     assert "on rank 2" in str(raised.value.__cause__)
+
+
+ENDING = """
+    import sys, torch, torch.distributed as dist
+    from seqpar.comm import GroupComm, PeerError, Tag
+
+    rank = int(sys.argv[1])
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+    comm, peer, x = GroupComm(timeout=60.0), 1 - rank, torch.ones(100_000)
+    work = comm.exchange({peer: [x]}, {peer: [x.clone()]}, tag=Tag(1, 0, 0, 0, "a call"))
+    if rank == 0:
+        raise KeyError("between an exchange and its wait")
+    work.wait()
+    try:
+        comm.agree("afterwards", {})
+    except PeerError as error:
+        print(error)
+"""
+
+
+def test_a_process_ends_with_a_work_that_nobody_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(ENDING))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), tmp_path / "store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, cwd=os.getcwd(),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        (_, failed), (heard, _) = [process.communicate(timeout=50) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [1, 0]
+    assert failed.strip().endswith("KeyError: 'between an exchange and its wait'")
+    assert "lost the connection to rank 0" in heard
 
 
 # --- the root cause in the store --------------------------------------------------------------------------------------
