@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqpar.comm import Comm, Tag
-from seqpar.comm.entry import uncompiled
+from seqpar.comm import Comm, PeerError, Tag
+from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.facts.value import whole
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.agreement import abort_on_error, digest_of_call, errors_on_all_ranks, remember
+from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
-from seqpar.train.sums import sum_in_place
+from seqpar.train.sums import adds, sum_in_place
 
 BUCKET_BYTES = 1 << 26
 
@@ -47,11 +48,17 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
 
     Raises: ValueError if ranks differ in parameters, for gradients that are sums over ranks already, and for a model
     that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced,
-    and for sparse gradients. On every rank, before any gradient moves.
+    for sparse gradients, and for dtypes that `all_sum` refuses. On every rank, before any gradient moves.
     """
-    with errors_on_all_ranks("sync_gradients", comm):
+    refuse_transforms("sync_gradients")
+    check_comm("sync_gradients", comm)
+    try:
         several, bucket_bytes = _once(parameters), whole("bucket_bytes", bucket_bytes, 1)
-    claim = _Claim.of(several, bucket_bytes)
+        claim = _Claim.of(several, bucket_bytes)
+    except Exception as error:
+        with suppress(PeerError):  # of ranks that rely on what they remember
+            comm.gather("sync_gradients", None, error)  # as `_agreed` does, which raises it on all ranks
+        raise
     if not _sum_as_before(several, claim, comm, bucket_bytes):
         present = _agreed(several, claim, comm)
         call = comm.next_call()
@@ -88,7 +95,8 @@ def _shape(p: Tensor) -> tuple[Any, ...]:
 
 def _grad_dtype(p: Tensor) -> torch.dtype:
     """The dtype of a parameter's gradient, which a user may set apart from the parameter's."""
-    return getattr(p, "grad_dtype", None) or p.dtype
+    chosen = getattr(p, "grad_dtype", None) if p.is_leaf else None  # other tensors raise RuntimeError
+    return chosen or p.dtype
 
 
 @lru_cache(maxsize=16)
@@ -259,8 +267,9 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
                 "sync_gradients out under a wrapper, and average_over without one"
             )
     for index, p in enumerate(parameters):
-        dense = p.grad is None or (p.grad.layout == torch.strided and p.grad.dtype == _grad_dtype(p))
-        if dense and not is_dtensor(p):
+        grad, dtype = p.grad, _grad_dtype(p)
+        dense = grad is None or (grad.layout == torch.strided and grad.dtype == dtype)
+        if dense and (grad is None or adds(dtype)) and not is_dtensor(p):
             continue
         what = f"parameter {index} of shape {list(p.shape)}"
         if is_dtensor(p) and not beside(p, ranks):
@@ -268,29 +277,34 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
                 f"sync_gradients: {what} is a DTensor with placements {p.placements} over ranks of this comm, where "
                 "what shards it (fully_shard) has reduced its gradient; leave it out"
             )
-        if is_dtensor(p) and p.grad is not None and p.grad.placements != p.placements:
+        if is_dtensor(p) and grad is not None and grad.placements != p.placements:
             return NotImplementedError(
                 f"sync_gradients: {what} is a DTensor with placements {p.placements}, and its gradient has "
-                f"{p.grad.placements}; give it p.grad = p.grad.redistribute(placements=p.placements) before"
+                f"{grad.placements}; give it p.grad = p.grad.redistribute(placements=p.placements) before"
             )
-        if p.grad is not None and not dense:
+        if grad is not None and not dense:
             return NotImplementedError(
-                f"sync_gradients: {what} has a gradient of layout {p.grad.layout} and dtype {p.grad.dtype}, expected "
-                f"a dense one of {_grad_dtype(p)}; give it p.grad = p.grad.to_dense().to({_grad_dtype(p)}) before"
+                f"sync_gradients: {what} has a gradient of layout {grad.layout} and dtype {grad.dtype}, expected "
+                f"a dense one of {dtype}; give it p.grad = p.grad.to_dense().to({dtype}) before"
+            )
+        if grad is not None and not adds(dtype):
+            return NotImplementedError(
+                f"sync_gradients: {what} has a gradient of {dtype}, in which PyTorch does not add; set p.grad = None, "
+                "then p.grad_dtype = torch.float32, and give it a gradient of that dtype"
             )
     return None
 
 
 def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
     """Parameters in order, in groups of one dtype and device that fit `size` bytes; at least one each."""
-    kinds: dict[object, list[Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p in parameters:
         kinds.setdefault((_grad_dtype(p), p.device), []).append(p)
-    for several in kinds.values():
+    for (dtype, _), several in kinds.items():
         bucket: list[Tensor] = []
         held = 0
         for p in several:
-            more = local(p).numel() * _grad_dtype(p).itemsize
+            more = local(p).numel() * dtype.itemsize
             if bucket and held + more > size:
                 yield bucket
                 bucket, held = [], 0

@@ -63,11 +63,17 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
             raise ValueError("x is on the meta device, which holds no values to sum")
         if x.dtype == torch.bool:
             raise ValueError("the sum of truth values, expected numbers; give x.long()")
-        if x.dtype in UNSIGNED:
-            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.long()")
-        if x.is_floating_point() and x.itemsize < 2:
+        if not adds(x.dtype) and x.is_floating_point():
             raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
+        if not adds(x.dtype):
+            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.long()")
     return ALL_SUM([x], [comm])[0]
+
+
+@lru_cache(maxsize=64)
+def adds(dtype: torch.dtype) -> bool:
+    """Whether PyTorch adds numbers of a dtype: it combines truth values, and has no sums of others."""
+    return dtype not in (torch.bool, *UNSIGNED) and not (dtype.is_floating_point and dtype.itemsize < 2)
 
 
 def sum_under(x: Tensor, comm: Comm, what: str, facts: Mapping[str, object]) -> Tensor:

@@ -99,6 +99,25 @@ def test_sparse_gradients_are_made_dense() -> None:
     assert run_threads(2, rank) == [[3.0, 3.0]] * 2
 
 
+def test_gradients_of_eight_bits_are_kept_in_fp32() -> None:
+    def rank(comm: Comm) -> list[float]:
+        p = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2))
+        given = torch.tensor([1.0, 2.0 + comm.rank]).to(p.dtype)
+        p.grad = given
+        with advised(
+            NotImplementedError,
+            "set p.grad = None, then p.grad_dtype = torch.float32, and give it a gradient of that dtype",
+        ):
+            sync_gradients(p, comm)
+        p.grad = None
+        p.grad_dtype = torch.float32
+        p.grad = given.float()
+        sync_gradients(p, comm)
+        return p.grad.tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[2.0, 5.0]] * 2
+
+
 def test_gradients_of_dtensors_lie_as_their_parameters_do() -> None:
     with default_group():
         mesh = DeviceMesh("cpu", [0])

@@ -324,7 +324,7 @@ def test_an_error_between_buckets_and_a_wrong_argument_are_told_to_all_ranks() -
     with mock.patch.object(gradients, "_addend", failing):
         wrong, others = run_threads(2, rank, [0, 1], timeout=60.0)
         assert "bucket_bytes must be an integer of at least 1" in wrong
-        assert others.startswith("PeerError") and "sync_gradients" in others
+        assert others.startswith("ValueError: sync_gradients: rank 0 refused its arguments: ") and wrong in others
         others, failed = run_threads(2, rank, [1, 1], timeout=60.0)
     assert failed == "MemoryError: a test" and "root cause: rank 1" in others and "MemoryError" in others
     assert time.monotonic() - start < 30.0
@@ -439,6 +439,53 @@ def differing_later(comm: Comm) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def wrong_on_one_rank(comm: Comm) -> list[list[str]]:
+    """The errors of arguments that are wrong on rank 1 alone, and what a sum gives after each."""
+    comm.check_every = "batch"
+    found: list[list[str]] = []
+    for size, kind in enumerate(("None", "bucket", "iterator", "names", "float8", "bool"), 4):
+        p = nn.Parameter(torch.zeros(size), requires_grad=False)
+        given, p.grad, options = [p], torch.ones_like(p), {}
+        if comm.rank == 1:
+            given = {"None": [None], "iterator": (1 // 0 for _ in "1"), "names": [("weight", p)]}.get(kind, given)
+            options = {"bucket_bytes": 0} if kind == "bucket" else {}
+        if kind in ("float8", "bool"):
+            dtype = torch.float8_e5m2 if kind == "float8" else torch.bool
+            q = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+            q.grad, given = (torch.ones(3).to(dtype) if comm.rank == 1 else None), [p, q]
+        with pytest.raises((ValueError, TypeError, ZeroDivisionError, NotImplementedError)) as raised:
+            sync_gradients(given, comm, **options)
+        assert bool((p.grad == 1).all())
+        sync_gradients([p], comm)
+        found.append([f"{type(raised.value).__name__}: {raised.value}", str(p.grad[:1].tolist() + [comm.next_call()])])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo", pytest.param("shm", marks=SHARED)])
+def test_wrong_arguments_of_one_rank_are_told_to_all_and_the_comm_still_works(kind: str) -> None:
+    run = run_threads if kind == "threads" else lambda *given: run_processes(*given, comm=kind)
+    first, own, last = run(3, wrong_on_one_rank)
+    assert first == last
+    for (told, after), (error, still) in zip(first, own, strict=True):
+        assert told == f"ValueError: sync_gradients: rank 1 refused its arguments: {error}"
+        assert after == still and after.startswith("[3.0, ")
+    assert [error.partition(":")[0] for error, _ in own] == [
+        "TypeError", "ValueError", "ZeroDivisionError", "TypeError", "NotImplementedError", "NotImplementedError"
+    ]  # fmt: skip
+
+
+def test_a_tensor_that_autograd_computed_has_its_gradient_summed() -> None:
+    def rank(comm: Comm) -> list[float]:
+        p = nn.Parameter(torch.ones(3))
+        given = 2 * p if comm.rank else p
+        given.retain_grad()
+        (given * (1.0 + comm.rank)).sum().backward()
+        sync_gradients([given], comm)
+        return given.grad.tolist()
+
+    assert run_threads(3, rank) == [[6.0] * 3] * 3
 
 
 def mismatched(comm: Comm, what: str) -> str:
