@@ -279,8 +279,8 @@ def checked_sides(
 
     rank: this rank in the comm. ranks: the comm's ranks, in the group.
 
-    Raises: ValueError for a peer that is not another rank of the comm, or a tensor that is not contiguous (if the comm
-    is direct: and has more than `DIMS` dims).
+    Raises: ValueError for a peer that is not another rank of the comm, a tensor that is not contiguous (if the comm is
+    direct: and has more than `DIMS` dims), or one without memory of its own.
     """
     checked = Sides({}, {}, set())
     for side, tensors, sending in ((checked.sends, sends, True), (checked.recvs, recvs, False)):
@@ -294,12 +294,23 @@ def checked_sides(
             for index, x in enumerate(several):
                 if not x.is_contiguous() or x.is_conj() or x.is_neg():
                     _check_memory(x, index, peer, sending=sending, direct=direct)
-                if x.numel():
-                    filled.append(x.detach())
-                    checked.devices.add(x.device)
+                if not has_memory(x):
+                    if not x.numel():
+                        continue
+                    _check_memory(x, index, peer, sending=sending, direct=direct)
+                filled.append(x.detach())
+                checked.devices.add(x.device)
             if filled:
                 side[ranks[peer]] = filled
     return checked
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether x has elements that lie where its pointer says; without memory that is the offset alone, or 0.
+
+    Without it are tensors of classes that hold others, such as `AsyncCollectiveTensor`, and PyTorch's immutable zeros.
+    """
+    return x.data_ptr() > x.storage_offset() * x.itemsize
 
 
 def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bool) -> None:
@@ -317,6 +328,8 @@ def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bo
             f"{what} is a view whose elements are not what lies in its memory; expected plain memory: call "
             ".resolve_conj().resolve_neg()"
         )
+    if x.is_cpu and not has_memory(x):
+        raise ValueError(f"{what} is a {type(x).__name__} without memory of its own; expected a copy in plain memory")
 
 
 def refuse_capture(tag: Tag, *, captured: bool | None = None) -> None:

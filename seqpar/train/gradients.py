@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, PeerError, Tag
 from seqpar.comm.entry import refuse_transforms, uncompiled
+from seqpar.comm.protocol import has_memory
 from seqpar.facts.value import whole
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
@@ -216,7 +217,7 @@ def _addend(p: Tensor, *, changed: bool | None) -> Tensor:
     grad = local(p.grad)
     if grad.is_contiguous() and _is_writable(grad):
         return grad
-    return grad.clone(memory_format=torch.contiguous_format)
+    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _set_grad(p: Tensor, value: Tensor) -> None:
@@ -231,7 +232,7 @@ def _set_grad(p: Tensor, value: Tensor) -> None:
 
 def _is_writable(x: Tensor) -> bool:
     """Whether every element has memory of its own that may be written, as an expanded gradient has not."""
-    if x.is_inference() or x.is_conj() or x.is_neg():
+    if x.is_inference() or x.is_conj() or x.is_neg() or (not has_memory(x) and x.numel()):
         return False
     return x.is_contiguous() or not any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride()))
 

@@ -29,6 +29,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
+from seqpar.comm.protocol import has_memory
 from seqpar.comm.sums import HALVES
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
@@ -219,7 +220,7 @@ def sum_in_place(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, veto: bool 
 
 def _joined(tensors: Sequence[Tensor], count: int, comm: Comm) -> Tensor:
     """The elements of tensors, end to end; of a single tensor its own memory, if they lie there so."""
-    if len(tensors) == 1:
+    if len(tensors) == 1 and has_memory(tensors[0]):
         return tensors[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
     return _filled(comm.empty((count,), tensors[0].dtype, tensors[0].device), tensors, count)
 

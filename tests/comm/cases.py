@@ -320,7 +320,8 @@ def refused(comm):
     peer = (comm.rank + 1) % comm.size
     found = []
     strided = x.t() if not comm.direct else torch.zeros(2, 2, 2, 2, 2, 2, 2).transpose(0, 1)
-    for sends in ({comm.rank: [x]}, {comm.size: [x]}, {peer: [strided]}):
+    zeros = torch._efficientzerotensor(9, device="cpu")  # without memory, like tensors that hold others
+    for sends in ({comm.rank: [x]}, {comm.size: [x]}, {peer: [strided]}, {peer: [zeros]}, {peer: [zeros[3:]]}):
         try:
             comm.exchange(sends, {}, tag=tag(0))
         except ValueError as error:

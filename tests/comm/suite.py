@@ -103,11 +103,12 @@ class Exchanges:
 
     def test_arguments_are_refused_before_anything_moves(self):
         for rank, (found, exchanges) in enumerate(self.run(self.size, cases.refused)):
-            assert len(found) == 6
+            assert len(found) == 8
             assert f"rank {rank} of {self.size} cannot send to rank {rank}" in found[0]
             assert f"cannot send to rank {self.size}" in found[1]
             assert "call .contiguous()" in found[2]
-            assert all("expected distinct ranks" in message for message in found[3:])
+            assert all("without memory of its own; expected a copy in plain memory" in text for text in found[3:5])
+            assert all("expected distinct ranks" in message for message in found[5:])
             assert exchanges == 0
 
     def errors(self, folder, fn, *args):

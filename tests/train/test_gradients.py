@@ -650,6 +650,41 @@ def of_expanded(comm: Comm) -> tuple[Tensor, Tensor]:
     return x.grad, p.grad
 
 
+def without_memory(comm: Comm, count: int) -> list[list[float]]:
+    """Sums of tensors that hold others, as DTensor's collectives return them, and of PyTorch's immutable zeros."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    found = []
+    for make in (
+        lambda: AsyncCollectiveTensor(torch.ones(count)),
+        lambda: AsyncCollectiveTensor(torch.ones(count + 3)[3:]),
+        lambda: torch._efficientzerotensor(count) if comm.rank else torch.ones(count),
+    ):
+        several = [nn.Parameter(torch.zeros(count)) for _ in range(2)]
+        several[0].grad, several[1].grad = make(), torch.ones(count)
+        sync_gradients(several, comm)
+        assert all(type(p.grad) is Tensor and len(p.grad.unique()) == 1 for p in several)
+        found.append([*(float(p.grad[-1]) for p in several), float(all_sum(make(), comm)[-1])])
+    return found
+
+
+@pytest.mark.parametrize("count", [5, 600_000])
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=SHARED)])
+def test_gradients_without_memory_are_summed(kind: str, count: int) -> None:
+    expected = [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0], [1.0, 2.0, 1.0]]
+    assert run_processes(2, without_memory, count, comm=kind) == [expected] * 2
+
+
+def test_zeros_without_memory_are_summed_over_threads() -> None:
+    def rank(comm: Comm) -> list[float]:
+        p = nn.Parameter(torch.zeros(3))
+        p.grad = torch._efficientzerotensor(3)
+        sync_gradients([p], comm)
+        return [*p.grad.tolist(), float(all_sum(torch._efficientzerotensor(3), comm).sum())]
+
+    assert run_threads(2, rank) == [[0.0] * 4] * 2
+
+
 def test_expanded_gradients_are_summed_over_processes() -> None:
     for dx, dp in run_processes(2, of_expanded):
         assert torch.equal(dx, torch.full((4,), 2.0)) and torch.equal(dp, torch.full((4,), 2.0))
