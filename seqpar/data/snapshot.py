@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,11 @@ OVERWRITTEN = (
 
 
 class Snapshot:
-    """Some values of a batch's dense tensors. Those of a GPU are compared only if their version says they changed."""
+    """Some values of a batch's dense tensors. Those of a GPU are compared only if their version says they changed.
+
+    Where only some values of a tensor are kept, its version tells of writes beside them, unless other tensors have the
+    same memory: a loop may write to its own part of a tensor that batches share.
+    """
 
     def __init__(self, values: Iterable[Any]) -> None:
         several = [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
@@ -31,10 +36,13 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether the tensors have the same values, bit by bit."""
-        return all(
-            (not x.is_cpu and _version(x) == version) or torch.equal(_some(x, self._most), some)
-            for x, version, some in self._tensors
-        )
+        return all(self._held(*each) for each in self._tensors)
+
+    def _held(self, x: Tensor, version: int | None, some: Tensor) -> bool:
+        if _version(x) == version:
+            return not x.is_cpu or torch.equal(_some(x, self._most), some)
+        alone = x.untyped_storage().nbytes() == x.nbytes
+        return not (alone and x.numel() > self._most) and torch.equal(_some(x, self._most), some)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -50,6 +58,8 @@ def _some(x: Tensor, most: int) -> Tensor:
     """The bytes of at most so many values."""
     x = x.detach().resolve_conj().resolve_neg()
     step = max(1, -(-x.numel() // most))
+    while math.gcd(step, x.numel()) > 1:  # so that no column, of any width, is left out
+        step += 1
     if x.is_contiguous() or step == 1:
         some = x.reshape(-1)[::step].clone()
     else:  # which would copy all of it

@@ -255,6 +255,28 @@ def test_a_snapshot_holds_until_values_change_however_they_lie() -> None:
             assert not snapshot.holds(), x
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_every_column_of_a_large_tensor_is_compared(strided: bool) -> None:
+    x = torch.zeros(1, 64, 3000).transpose(1, 2) if strided else torch.zeros(1, 3000, 64)
+    for column in range(64):
+        snapshot = Snapshot([x, torch.zeros(1)])
+        x.data[:, :, column] += 1  # which changes no version
+        assert not snapshot.holds(), column
+
+
+def test_a_write_beside_the_values_that_are_compared_is_seen_unless_others_have_the_same_memory() -> None:
+    x, shared = torch.zeros(200, 1000), torch.zeros(2, 200, 1000)
+    parts = Snapshot([shared[0], x.view(-1)])
+    shared[1].fill_(1)
+    assert parts.holds()
+    for write in range(1, 4):
+        snapshot = Snapshot([x])
+        assert snapshot.holds()
+        x[0, write] = 1
+        assert not snapshot.holds()
+    assert not parts.holds()
+
+
 def test_a_depth_that_differs_is_named() -> None:
     def rank(comm: Comm) -> str:
         with pytest.raises(ValueError) as error:
