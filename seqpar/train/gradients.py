@@ -84,8 +84,7 @@ class _Claim(NamedTuple):
         """This rank's announcement."""
         shapes = tuple([_shape(p) for p in parameters])
         marks = Marks(parameters)
-        flags = [p.grad is not None for p in parameters]
-        return cls(_digest(shapes, bucket_bytes), flags, marks.repeated(), marks.growing())
+        return cls(_digest(shapes, bucket_bytes), marks.present(), marks.repeated(), marks.growing())
 
 
 def _shape(p: Tensor) -> tuple[Any, ...]:
@@ -96,8 +95,10 @@ def _shape(p: Tensor) -> tuple[Any, ...]:
 
 def _grad_dtype(p: Tensor) -> torch.dtype:
     """The dtype of a parameter's gradient, which a user may set apart from the parameter's."""
-    chosen = getattr(p, "grad_dtype", None) if p.is_leaf else None  # other tensors raise RuntimeError
-    return chosen or p.dtype
+    try:
+        return p.grad_dtype or p.dtype
+    except (AttributeError, RuntimeError):  # of a PyTorch that lacks it, and of tensors that are not leaves
+        return p.dtype
 
 
 @lru_cache(maxsize=16)
@@ -212,9 +213,9 @@ def _addend(p: Tensor, *, changed: bool | None) -> Tensor:
 
     A rank that only announces a change sends no gradients.
     """
-    if changed or p.grad is None:
+    if changed or (grad := p.grad) is None:
         return torch.zeros_like(local(p), dtype=_grad_dtype(p), memory_format=torch.contiguous_format)
-    grad = local(p.grad)
+    grad = local(grad)
     if grad.is_contiguous() and _is_writable(grad):
         return grad
     return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
@@ -323,7 +324,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     HSDP, tensor parallel) the shards' norms are summed over the mesh dimensions that shard them, and only over these. A
     collective if there are DTensors. norm_type: at least 1, or infinity.
 
-    Raises: ValueError for another norm_type; NotImplementedError for gradients that are still partial sums.
+    Raises: ValueError for another norm_type; NotImplementedError for gradients that are sparse or still partial sums.
     """
     try:
         norm_type = float(norm_type)  # torch takes "inf" too
@@ -335,6 +336,12 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     grads = [p.grad for p in _once(parameters) if p.grad is not None]
     if not grads:
         return torch.zeros((), device="cpu")
+    for grad in grads:
+        if grad.layout != torch.strided:
+            raise NotImplementedError(
+                f"grad_norm: a gradient of shape {list(grad.shape)} has layout {grad.layout}, expected a dense one; "
+                "give p.grad = p.grad.to_dense() before"
+            )
     device = grads[0].device
     norms = _norms([local(grad) for grad in grads], norm_type)
     parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
@@ -387,14 +394,20 @@ def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 @uncompiled
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | Tensor,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; returns the norm before. As `grad_norm`.
 
     Raises: RuntimeError for a norm that is not finite, if asked to, on every rank; and what `grad_norm` does.
     """
     several = _once(parameters)
-    if not isinstance(max_norm, (int, float, Tensor)):
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.reshape(())
+    elif not isinstance(max_norm, (int, float)):
         raise TypeError(f"clip_grad_norm: max_norm must be a number, got {max_norm!r:.200}")
     norm = grad_norm(several, norm_type=norm_type)
     if error_if_nonfinite and not norm.isfinite():
@@ -402,6 +415,9 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with remark(several):
         _separate(several)
+        for p in several:
+            if p.grad is not None and not _is_writable(local(p.grad)):
+                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
         parts = [local(p.grad) for p in several if p.grad is not None]
         for indices in _by_kind(parts):
             torch._foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))

@@ -2,7 +2,7 @@
 
 A summed gradient is remembered with the version of its memory. Backward, clipping and zeroing change the version; a new
 tensor, as after ``zero_grad()``, is unknown. The next backward detects whether it adds to the unchanged sum, or to
-zeros that replaced it.
+zeros that replaced it. Writes through ``.data`` or numpy change no version: values of a few gradients reveal them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from seqpar.train.dtensor import local, version
 
-WATCHED, VALUES = 4, 64  # parameters whose values reveal an optimizer step, and the number of values
+WATCHED, VALUES = 4, 64  # parameters that are compared, as half of their gradients are; values of each
 
 # The sum that a gradient is part of, and its version then. Not an attribute of the gradient, which pickle and deepcopy
 # would copy.
@@ -38,6 +38,7 @@ class Sum:
         self._watched = [TensorWeakRef(p) for p in watched]
         self._versions = [version(p) for p in watched]
         self._values = [_some(p).clone() for p in watched]
+        self._sums: list[Tensor | None] = []  # values of the gradients of every other one
 
     def took(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters as part of the sum."""
@@ -45,6 +46,23 @@ class Sum:
             grad = p.grad
             assert grad is not None
             _sums[grad] = self, version(grad)
+        self.sample()
+
+    @torch.no_grad()
+    def sample(self) -> None:
+        """Keep the present values of some gradients as those of the sum."""
+        grads = [None if (p := each()) is None else p.grad for each in self._watched[::2]]
+        self._sums = [None if grad is None else _some(grad).clone() for grad in grads]
+
+    def overwritten(self) -> bool:
+        """Whether a gradient that has the version of the sum has other values, as after a write through ``.data``."""
+        for each, x in zip(self._watched[::2], self._sums):
+            grad = None if (p := each()) is None else p.grad
+            if grad is not None and x is not None and _sums.get(grad) == (self, version(grad)):
+                now = _some(grad)
+                if now.shape != x.shape or not torch.allclose(now, x, rtol=0.0, atol=0.0, equal_nan=True):
+                    return True
+        return False
 
     def watch(self) -> None:
         """Detect the next backward's additions, with hooks that go away with it or with the gradients."""
@@ -95,6 +113,8 @@ def remark(parameters: Sequence[Tensor]) -> Iterator[None]:
     for p, of in marks:
         assert p.grad is not None
         _sums[p.grad] = of, version(p.grad)
+    for of in {of for _, of in marks}:
+        of.sample()
 
 
 class Marks:
@@ -104,10 +124,19 @@ class Marks:
         self._grads = [p.grad for p in parameters]
         self._sums = [None if grad is None else _sums.get(grad) for grad in self._grads]
 
+    def present(self) -> list[bool]:
+        """Which parameters have a gradient."""
+        return [grad is not None for grad in self._grads]
+
     def repeated(self) -> list[bool]:
         """Which gradients are sums over ranks, unchanged since."""
         pairs = zip(self._sums, self._grads)
-        return [last is not None and last[1] == version(grad) for last, grad in pairs]
+        same = [last is not None and last[1] == version(grad) for last, grad in pairs]
+        if True not in same:
+            return same
+        sums = {last[0] for last, alike in zip(self._sums, same) if alike}
+        unseen = {each for each in sums if each.overwritten()}  # of these, versions do not tell
+        return [alike and last[0] not in unseen for last, alike in zip(self._sums, same)]
 
     def growing(self) -> bool:
         """Whether some gradient is a sum that a backward has added to, without an optimizer step since.
@@ -122,4 +151,4 @@ class Marks:
 
 def _some(p: Tensor) -> Tensor:
     flat = local(p.detach()).reshape(-1)
-    return flat[:: max(1, -(-len(flat) // VALUES))]
+    return flat[:: -(-len(flat) // VALUES)] if len(flat) > VALUES else flat

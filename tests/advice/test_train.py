@@ -92,7 +92,11 @@ def test_sparse_gradients_are_made_dense() -> None:
         p.grad = (p.grad * (1.0 + comm.rank)).to_sparse()
         with advised(NotImplementedError, "give it p.grad = p.grad.to_dense().to({}) before"):
             sync_gradients(p, comm)
-        p.grad = p.grad.to_dense().to(p.dtype)
+        with advised(NotImplementedError, "give p.grad = p.grad.to_dense() before"):
+            grad_norm(p)
+        p.grad = p.grad.to_dense()
+        assert grad_norm(p) == p.grad.norm()
+        p.grad = p.grad.to(p.dtype)
         sync_gradients(p, comm)
         return p.grad.tolist()  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ import math
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -929,6 +930,64 @@ def unusual_gradients(comm: Comm) -> list[Tensor]:
 def test_gradients_that_cannot_be_written_are_replaced() -> None:
     for found in run_threads(2, unusual_gradients):
         assert torch.equal(found[0], torch.full((4,), 2.0)) and torch.equal(found[1], torch.full((4,), 4.0))
+
+
+def through_numpy(grad: Tensor, value: Tensor) -> None:
+    grad.numpy()[:] = value.numpy()
+
+
+@pytest.mark.parametrize("write", [lambda grad, value: grad.data.copy_(value), through_numpy])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_are_written_without_a_version_are_summed_at_every_step(write: Any, clip: bool) -> None:
+    """As the gradients of fp32 copies of weights are, from those of a model in fp16."""
+
+    def rank(comm: Comm) -> list[float]:
+        several = [nn.Parameter(torch.zeros(n)) for n in (3, 200, 2)]
+        found = []
+        for p in several:
+            p.grad = torch.zeros_like(p)
+        for step in range(1, 4):
+            for p in several:
+                write(p.grad, torch.full_like(p, 3.0**step))
+            sync_gradients(several, comm)
+            found += [float(p.grad.unique()) for p in several]
+            if clip:
+                clip_grad_norm(several, 1e-3)
+            with pytest.raises(ValueError, match="these gradients are sums over ranks already"):
+                sync_gradients(several, comm)
+        several[0].grad.fill_(math.nan)
+        sync_gradients(several[:1], comm)
+        with pytest.raises(ValueError, match="these gradients are sums over ranks already"):
+            sync_gradients(several[:1], comm)
+        return found
+
+    assert run_threads(2, rank) == [[6.0] * 3 + [18.0] * 3 + [54.0] * 3] * 2
+
+
+def test_a_gradient_that_stays_is_told_beside_others_written_without_a_version() -> None:
+    def rank(comm: Comm) -> None:
+        several = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        for p in several:
+            p.grad = torch.ones(3)
+            sync_gradients(p, comm)
+        several[0].grad.data.fill_(5.0)
+        with pytest.raises(ValueError, match="already \\(1 of 2"):
+            sync_gradients(several, comm)
+
+    run_threads(2, rank)
+
+
+def test_clipping_takes_gradients_that_cannot_be_written_and_a_norm_of_one_element() -> None:
+    p, q, r = (nn.Parameter(torch.zeros(4)) for _ in range(3))
+    p.grad = torch.ones(()).expand(4)
+    with torch.inference_mode():
+        q.grad = torch.ones(4)
+    r.grad = torch._efficientzerotensor(4)
+    assert clip_grad_norm([p, q, r], torch.tensor([2**0.5])) == 8**0.5
+    for x, value in ((p, 0.5), (q, 0.5), (r, 0.0)):
+        torch.testing.assert_close(x.grad, torch.full((4,), value))
+    with pytest.raises(TypeError, match="max_norm must be a number, got tensor"):
+        clip_grad_norm(p, torch.ones(2))
 
 
 def test_norms_and_means_of_complex_numbers() -> None:
