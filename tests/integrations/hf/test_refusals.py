@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, PeerError, Plan
 from seqpar.integrations.hf import attention as keys
 from seqpar.testing import run_threads
+from tests.ecosystem.architectures import Architecture
 from tests.integrations.hf.models import SIZES, batches, build, check, holes, on_ranks, one_process, padded
+from tests.integrations.hf.unions import build as build_row
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
@@ -279,6 +281,121 @@ def test_a_term_that_a_loss_has_in_training_alone_is_not_left_out() -> None:
             model(**BATCH)
 
 
+BEGUN = {"vocab_size": 61, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 40, "decoder_attention_heads": 4}
+WHISPER = made(
+    "WhisperForCausalLM", "WhisperConfig", **BEGUN, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    decoder_start_token_id=1,
+)  # fmt: skip
+MEETING = {
+    "trigrams": MODELS["trigrams"][0],
+    "counted positions": made("BlenderbotSmallForCausalLM", "BlenderbotSmallConfig", **BEGUN, pad_token_id=0),
+}
+
+
+@pytest.fixture(params=["bfloat16", "float16", "high", "tf32"])
+def coarse(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A dtype of models, and the precision of products of the process: after the test, and during it, as it was set."""
+    settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    dtype, before = getattr(torch, request.param, torch.float32), [x.fp32_precision for x in settings]
+    if request.param == "high":
+        torch.set_float32_matmul_precision("high")
+    if request.param == "tf32":  # by the newer name, after which PyTorch does not tell the older one
+        settings[0].fp32_precision = "tf32"
+    given = [x.fp32_precision for x in settings]
+    yield dtype
+    after = [x.fp32_precision for x in settings]
+    torch.set_float32_matmul_precision("highest")
+    for each, precision in zip(settings, before, strict=True):
+        each.fp32_precision = precision
+    assert after == given
+
+
+def test_labels_that_are_not_shifted_are_seen_in_any_precision(coarse: torch.dtype) -> None:
+    """As it begins, a model has about the same loss for all labels."""
+    torch.manual_seed(0)
+    model = WHISPER().to(coarse)
+    before = [(p, p.data_ptr(), p._version) for p in model.parameters()]
+    with seqpar.parallelize(model, LocalComm()):
+        assert model.dtype is coarse
+        with pytest.raises(NotImplementedError, match="its loss is not the cross-entropy of its logits alone"):
+            model(**BATCH)
+    assert [(p, p.data_ptr(), p._version) for p in model.parameters()] == before
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_tokens_that_meet_are_seen_in_any_precision(name: str, coarse: torch.dtype) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(NotImplementedError, match=MEETS):
+        seqpar.parallelize(MEETING[name]().to(coarse), LocalComm())
+
+
+SCALED = {
+    "granite": {"logits_scaling": 1.08}, "cohere": {"logit_scale": 0.95}, "falcon_h1": {"lm_head_multiplier": 0.95},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_factor_of_logits_near_1_is_in_the_loss_of_any_precision(kind: str, coarse: torch.dtype) -> None:
+    """Which is not computed in chunks then, without the model's own logits."""
+    for config in ({}, SCALED[kind]):
+        model = build_row(Architecture(kind, "dense", dict.fromkeys(SCALED[kind], 1.0) | config), torch.float32)
+        with seqpar.parallelize(model.to(coarse), LocalComm()) as handle:
+            assert (handle.fit.head is None) == bool(config) and not handle.fit.loss
+
+
+@pytest.mark.parametrize("factor", [1e-5, 1e-2])
+def test_a_small_term_of_a_loss_is_seen_in_any_precision(factor: float, coarse: torch.dtype) -> None:
+    for weight in (0.0, factor):
+        model = build_row(Architecture("bamba", "hybrid", {"z_loss_coefficient": weight}), torch.float32)
+        with seqpar.parallelize(model.to(coarse), LocalComm()) as handle:
+            assert bool(handle.fit.loss) == bool(weight), handle.fit.loss
+
+
+def test_a_trial_needs_memory_for_one_layer_more() -> None:
+    """Weights of 32 bits are there while their layer is called, and tied ones once."""
+    model = build("llama", num_hidden_layers=3, tie_word_embeddings=True).bfloat16()
+    widths: list[list[int]] = []
+
+    def count(*_: Any) -> None:
+        widths.append([layer.mlp.up_proj.weight.dtype.itemsize for layer in model.model.layers])
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    hooks = [layer.mlp.register_forward_hook(count) for layer in model.model.layers]
+    with seqpar.parallelize(model, LocalComm()):
+        assert {tuple(each) for each in widths} == {(4, 2, 2), (2, 4, 2), (2, 2, 4)}
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_quantised_model_is_tried_as_it_is() -> None:
+    """Its products may take no other inputs."""
+    model, seen = with_layer(build("llama"), nn.SiLU()).bfloat16(), set()
+    gate = model.model.layers[1].mlp.gate_proj
+    gate.weight = nn.Parameter((gate.weight.detach() * 100).to(torch.int8), requires_grad=False)
+
+    def multiply(x: Tensor) -> Tensor:
+        seen.add(x.dtype)
+        return x @ gate.weight.mT.to(x.dtype) / 100
+
+    gate.forward = multiply
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        assert handle.fit.head is model.lm_head and not handle.fit.loss and seen == {torch.bfloat16}
+
+
+def test_a_trial_that_fails_leaves_weights_and_precision_as_they_were() -> None:
+    model = with_layer(build("llama"), Failing(MemoryError, always=True)).bfloat16()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(NotImplementedError, match="trying it on a few tokens failed: MemoryError: nothing left"):
+            seqpar.parallelize(model, LocalComm())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("dropout", (0.0, 0.3))
 def test_tokens_that_meet_in_training_alone_are_seen(dropout: float) -> None:
     class Centred(transformers.LlamaForCausalLM):
@@ -384,12 +501,12 @@ def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
 class Failing(nn.Module):
     """Fails where gradients are computed."""
 
-    def __init__(self, error: type[BaseException]) -> None:
+    def __init__(self, error: type[BaseException], *, always: bool = False) -> None:
         super().__init__()
-        self.error = error
+        self.error, self.always = error, always
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # not when the model is tried
+        if self.always or torch.is_grad_enabled():  # not when the model is tried
             raise self.error("nothing left")
         return x
 
