@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from seqpar.integrations.hf.recurrent.mixers import mixers  # noqa: E402
 from tests.integrations.hf.hybrids import alone, build  # noqa: E402
-from tests.integrations.hf.models import holes, packed  # noqa: E402
+from tests.integrations.hf.models import holes, packed, padded  # noqa: E402
 
 PLAN = Plan(Mask([12]), Layout.contiguous(12, 1))
 
@@ -27,6 +27,19 @@ def test_tokens_between_others_are_left_out_of_the_batch() -> None:
             model(**batch)
         loss = float(model(**without).loss.detach())
     assert loss == pytest.approx(alone(model, [without])[0], rel=1e-5)
+
+
+def test_rows_of_recurrent_gemma_are_padded_on_the_right_and_numbered_from_0() -> None:
+    model, left = build("recurrent_gemma"), padded(torch.Generator().manual_seed(0), [9, 5], left=True)
+    right = {name: torch.stack([x[0], x[1].roll(5)]) for name, x in left.items()}
+    numbered = right | {"position_ids": torch.arange(9).expand(2, -1)}
+    expected = float(model(**right, use_cache=False).loss.detach())
+    with seqpar.parallelize(model, LocalComm()):
+        for wrong in (left, right | {"position_ids": numbered["position_ids"] + 1}):
+            with advised(NotImplementedError, "pad on the right, and number the tokens of each document from 0"):
+                model(**wrong)
+        for batch in (right, numbered):
+            assert float(model(**batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_documents_that_are_numbered_have_positions_too() -> None:

@@ -54,7 +54,8 @@ from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, misread, pad_
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COLUMNS, COUNTED, counted, counts
-from seqpar.integrations.hf.recurrent.mixers import mix, mixers, of_documents
+from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, mix, mixers, of_documents
+from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.rotary import length_of, lengthy, turn
 from seqpar.integrations.hf.unlisted import sees_places, unlisted
 from seqpar.integrations.hf.worth import Worth
@@ -188,7 +189,7 @@ class ParallelTransformer(ParallelModel):
         except BaseException:
             self._undone.close()
             raise
-        self._rotaries = lengthy(model)
+        self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
         self._planner = ModelPlanner(model, causal=self.fit.causal)
@@ -310,8 +311,6 @@ class ParallelTransformer(ParallelModel):
         finally:
             _leave(around)
             self._running, self._hidden = running, kept
-        if self._head is not None:
-            self._head.share = own
         try:
             return self._home(module, call, own, out, hidden)
         except (ValueError, IndexError) as error:  # of the loss, for this rank's labels
@@ -408,6 +407,8 @@ class ParallelTransformer(ParallelModel):
             try:
                 if counts(self.fit.counting, batch):
                     batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
+                if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
+                    error = NotImplementedError(f"a batch for {type(module).__name__}: {reason}")
                 count = self._count_of(items, batch)
             except Exception as unread:  # all ranks raise it
                 error = unread
@@ -596,6 +597,8 @@ class ParallelTransformer(ParallelModel):
     @uncompiled
     def _home(self, module: PreTrainedModel, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """The model's output for this rank's own batch, with the loss of all batches."""
+        if self._head is not None:
+            self._head.share = own
         results = {field.name: getattr(out, field.name) for field in fields(out)}
         served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if call.routers else ()), *self.fit.pooled * (POOLER,)}
         if other := [n for n, x in results.items() if x is not None and n not in served]:

@@ -228,6 +228,32 @@ def test_tokens_that_a_mask_leaves_out_between_others_are_refused() -> None:
         model(**holes(generator(), 17))
 
 
+PLACES: dict[str, dict[str, Tensor]] = {
+    "padding on the left": padded(generator(), [9, 4], left=True),
+    "padding before a first position of 0": padded(generator(), [9, 4], left=True)
+    | {"position_ids": torch.tensor([[*range(9)], [1] * 5 + [*range(4)]])},
+    "positions from 5": padded(generator(), [9, 4], left=False) | {"position_ids": torch.arange(5, 14).expand(2, -1)},
+    "a packed document from 1": packed(generator(), [5, 4])
+    | {"position_ids": torch.tensor([[*range(5), *range(1, 5)]])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_places_that_recurrent_gemma_reads_in_its_own_way_are_refused(places: str) -> None:
+    """Its state begins anew where a position is 0 alone, and padding on the left is a part of a row to it."""
+    model, right = build("recurrent_gemma"), packed(generator(), [5, 4])
+    expected = alone(model, [right, right])[0]
+
+    def rank(comm: Comm) -> float:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm):
+            with pytest.raises((NotImplementedError, ValueError), match="its recurrence begins where a position is 0"):
+                own(**PLACES[places] if comm.rank else right)
+            return float(own(**right).loss)
+
+    assert run_threads(RANKS, rank) == pytest.approx([expected] * RANKS, rel=1e-5)
+
+
 def test_a_mixer_of_a_known_name_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("lfm2")
     kind = type(mixers(model)[0])

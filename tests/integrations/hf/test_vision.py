@@ -374,6 +374,28 @@ def test_batches_with_images_are_planned_ahead() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "labels"), [("gemma3", 3), ("gemma3", 1)])
+def test_classifiers_of_sequences_with_images(kind: str, labels: int) -> None:
+    """Their heads run at home, on the rows of the text model."""
+    every, row = bring(kind, "one", 2, torch.float64), EVERY[kind]
+    with islands(torch.float64):
+        model = build(row._replace(head="ForSequenceClassification", config=row.config | {"num_labels": labels}))
+    targets = [torch.arange(len(own)) % labels if labels > 1 else torch.arange(len(own)) * 0.5 for own in every]
+    targets = [x if labels > 1 else x.double() for x in targets]
+
+    def rank(comm: Comm) -> Outcome:
+        with islands(torch.float64):
+            own = copy.deepcopy(model)
+            batch = batch_of(kind, "right", every[comm.rank], own) | {"labels": targets[comm.rank]}
+            with seqpar.parallelize(own, comm, plan=cut):
+                return outcome(own, own(**batch).loss)
+
+    found = run_threads(2, rank)
+    with islands(torch.float64):
+        batch = batch_of(kind, "right", sum(every, []), model) | {"labels": torch.cat(targets)}
+        compare(found, outcome(model, model(**batch, use_cache=False).loss), torch.float64)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

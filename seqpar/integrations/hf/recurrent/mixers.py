@@ -18,7 +18,7 @@ from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, q
 from seqpar.integrations.hf.recurrent.lightning import lightning
 from seqpar.integrations.hf.recurrent.mamba import mamba, zamba
 from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
-from seqpar.integrations.hf.recurrent.rglru import recurrent_gemma
+from seqpar.integrations.hf.recurrent.rglru import BLOCK, recurrent_gemma
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import Around, replaced
@@ -33,7 +33,7 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "FalconMambaMixer": mamba,
     "JambaMambaMixer": mamba,
     "ZambaMambaMixer": zamba,
-    "RecurrentGemmaRecurrentBlock": recurrent_gemma,
+    BLOCK: recurrent_gemma,
     "MiniMaxLightningAttention": lightning,
     "Mamba2Mixer": mamba2,
     "BambaMixer": mamba2,
@@ -79,6 +79,11 @@ SURROUNDING = bind(SurroundingDocuments())
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The mixers of a model that seqpar computes."""
     return [module for module in model.modules() if name_of(module) in MIXERS]
+
+
+def begins_at_zero(model: nn.Module) -> bool:
+    """Whether mixers of a model begin anew where a position is 0, and nowhere else."""
+    return any(name_of(mixer) == BLOCK for mixer in mixers(model))
 
 
 def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:

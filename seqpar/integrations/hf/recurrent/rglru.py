@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from seqpar.data.batch import Reading, read
+from seqpar.data.rows import MASK, POSITIONS
 from seqpar.integrations.hf.recurrent.filters import convolved
 from seqpar.kernels import acc_dtype
 from seqpar.recurrent import channel_scan, shift
 
+BLOCK = "RecurrentGemmaRecurrentBlock"
 STEEPEST = 1000.0  # a square root's gradient, where transformers clips it
 
 
@@ -34,6 +41,22 @@ def recurred(lru: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
     first = shift(x.new_ones(len(x), 1), plan) == 0
     scale = square_root(1 - torch.exp(2 * decay)).masked_fill(first, 1.0)
     return channel_scan(x * enters * scale.to(x.dtype), decay, plan)  # type: ignore[return-value]
+
+
+def misread(batch: Mapping[str, Any]) -> str:
+    """Why the block does not read documents of a batch by themselves, or "". Waits for the device.
+
+    transformers' block begins anew where a position is 0 alone, and padding before a row enters it.
+    """
+    mask, packed = batch.get(MASK), read(batch, Reading("none"))
+    padded = mask is not None and mask.dim() == 2 and not mask.bool()[mask.bool().any(1), :1].all()
+    zeros = np.flatnonzero(packed.tensors[POSITIONS].cpu().numpy() == 0) if packed.lengths.size else packed.lengths
+    if not padded and np.array_equal(zeros, np.cumsum(packed.lengths) - packed.lengths):
+        return ""
+    return (
+        "its recurrence begins where a position is 0, and takes in padding on the left; pad on the right, and number "
+        "the tokens of each document from 0"
+    )
 
 
 def square_root(x: Tensor) -> Tensor:
