@@ -66,6 +66,14 @@ def test_masked_tokens_are_the_padding_token_for_a_head_that_looks_for_it() -> N
         assert is_right(model, FLIPPED)
 
 
+def test_a_number_of_items_is_left_out_where_a_head_divides_by_it() -> None:
+    model = made("zamba2")
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "leave it out"):
+            model(**FLIPPED, num_items_in_batch=2)
+        assert is_right(model, FLIPPED)
+
+
 def test_rows_without_a_token_have_no_label() -> None:
     model = made("llama")
     with seqpar.parallelize(model, LocalComm()):

@@ -136,6 +136,20 @@ def test_a_model_is_made_without_its_pooler() -> None:
             assert torch.allclose(model(ROW["input_ids"]).last_hidden_state, expected, atol=1e-5)
 
 
+def test_a_model_that_predicts_some_tokens_alone_is_made_to_predict_all() -> None:
+    config = transformers.ModernBertConfig(**TINY, pad_token_id=0, sparse_prediction=True)
+    model = transformers.ModernBertForMaskedLM(config)
+    with advised(NotImplementedError, "set sparse_prediction=False in its config"):
+        seqpar.parallelize(model, LocalComm())
+    with torch.no_grad():
+        expected = float(model(**BATCH).loss)
+        config.sparse_prediction = False
+        made = transformers.ModernBertForMaskedLM(config)
+        made.load_state_dict(model.state_dict())
+        with seqpar.parallelize(made, LocalComm()):
+            assert float(made(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "a recurrence": lambda: transformers.RwkvForCausalLM(
         transformers.RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)

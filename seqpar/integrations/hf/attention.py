@@ -219,6 +219,10 @@ def attention_function(
         )
     unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
     if unknown and not (unknown == [ASKED] and _shared(attention_mask)):
+        if inside() and (made := [name for name in unknown if isinstance(rest[name], Tensor)]):  # calls give none
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {', '.join(made)} to its attention, a bias that the model makes itself"
+            )
         raise NotImplementedError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
             "leave it out of the call and of the config"

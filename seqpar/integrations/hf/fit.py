@@ -108,6 +108,8 @@ def refusals(model: PreTrainedModel) -> list[str]:
     reasons = []
     if model.main_input_name != "input_ids":
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        reasons.append("it computes input_ids of several choices, [B, choices, S]")
     if not model._can_set_attn_implementation() and not unlisted(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
@@ -152,6 +154,8 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
                 raise
             except Exception as error:
                 reasons.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
+                if isinstance(error, IndexError) and "tensor of dimension 0" in str(error):
+                    reasons[:] = ["its attention edits its mask, which is the handle of a plan here"]
         if not reasons:
             return fit
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
@@ -169,6 +173,8 @@ def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
     """A way to compute a refused model, or "". Ways by seqpar are tried before they are suggested."""
     if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
         return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
+    if getattr(model.config, "sparse_prediction", False):
+        return "; set sparse_prediction=False in its config"
     pooling = not part and "add_pooling_layer" in inspect.signature(type(model)).parameters
     if pooling and len(reasons) == 1 and POOLED in reasons[0]:
         return "; make it with add_pooling_layer=False"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +32,14 @@ class AtHome(NamedTuple):
     """The findings on a head that runs at home.
 
     loss: why its loss cannot be shared, or "". left: whether it reads padding on the left. masked: whether it reads
-    tokens that attention_mask leaves out if they are not the padding token.
+    tokens that attention_mask leaves out if they are not the padding token. counted: whether its loss is the same with
+    num_items_in_batch.
     """
 
     loss: str = ""
     left: bool = False
     masked: bool = False
+    counted: bool = True
 
 
 def tried(model: PreTrainedModel) -> AtHome | str:
@@ -53,6 +54,10 @@ def tried(model: PreTrainedModel) -> AtHome | str:
     fields = sorted(name for name, value in out.items() if value is not None)
     if fields != ["logits"] or len(out.logits) != ROWS:
         return f"its head returns {fields}, expected logits of each row"
+    if _run(model, input_ids=ids[:, :5]).logits.shape[1:] != out.logits.shape[1:]:
+        return (
+            f"its head returns logits {list(out.logits.shape)} of {list(ids.shape)} tokens, expected some of each row"
+        )
     padded = ids.where(right.bool(), pad)
     every = _run(model, input_ids=padded, attention_mask=right).logits
     for row in range(ROWS):
@@ -62,8 +67,9 @@ def tried(model: PreTrainedModel) -> AtHome | str:
     if _reads(model, padded, right):
         return "its head reads padding"
     return AtHome(
-        _loss(model, padded, right), _reads(model, ids.where(left.bool(), pad), left), _reads(model, ids, right)
-    )
+        _loss(model, padded, right), _reads(model, ids.where(left.bool(), pad), left), _reads(model, ids, right),
+        not _loss(model, padded, right, num_items_in_batch=1000),
+    )  # fmt: skip
 
 
 def pools(model: PreTrainedModel, hidden: Tensor, pooled: Tensor) -> bool:
@@ -91,11 +97,6 @@ def pad_of(model: PreTrainedModel) -> int:
     return 0 if pad is None else int(pad)
 
 
-def takes_more(model: PreTrainedModel) -> bool:
-    """Whether a model's forward takes keywords that it does not name."""
-    return any(each.kind is each.VAR_KEYWORD for each in signature(type(model).forward).parameters.values())
-
-
 class HeadCall:
     """A call of a model whose head pools, on this rank's own batch.
 
@@ -121,6 +122,10 @@ class HeadCall:
         if self.labels is not None and (reason := "its loss_function was replaced" if replaced else fit.loss):
             return NotImplementedError(
                 f"labels for {who}: {reason}; leave them out and compute the loss from what it returns"
+            )
+        if self.labels is not None and self.items is not None and not fit.counted:
+            return NotImplementedError(
+                f"num_items_in_batch for {who}: its loss is not a mean over rows then; leave it out"
             )
         if reason := misread(fit, self.model, mask, arguments.get("input_ids")):
             return NotImplementedError(f"attention_mask for {who}: {reason}")
@@ -179,8 +184,11 @@ def _kind(model: PreTrainedModel, labels: Tensor) -> str:
     return REGRESSION if config.num_labels == 1 else SEVERAL if labels.is_floating_point() else SINGLE
 
 
-def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> str:
-    """Why a head's loss is not a mean over rows, or ""."""
+def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, **more: Any) -> str:
+    """Why a head's loss is not a mean over rows, or "". more: given with the whole batch.
+
+    Labels of a kind for which the model raises an error do not count, if it takes another kind.
+    """
     own = model.config.problem_type
     count = model.config.num_labels
     numbers = torch.arange(ROWS, device=ids.device)
@@ -190,27 +198,28 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> str:
     }  # fmt: skip
     some[REGRESSION] = some[REGRESSION][:, 0] if count == 1 else some[REGRESSION]
     kinds = [own] if own is not None else [REGRESSION] if count == 1 else [SINGLE, SEVERAL]
-    try:
-        for kind in kinds:
-            labels = some[kind] if kind == SINGLE else some[kind].to(model.dtype)
-            cases = [labels, labels.index_fill(0, numbers[:1], IGNORED)] if kind == SINGLE else [labels]
+    errors = []
+    for kind in kinds:
+        labels = some[kind] if kind == SINGLE else some[kind].to(model.dtype)
+        cases = [labels, labels.index_fill(0, numbers[:1], IGNORED)] if kind == SINGLE else [labels]
+        try:
             for given in cases:
                 model.config.problem_type = own
-                whole = _run(model, input_ids=ids, attention_mask=mask, labels=given).loss
+                whole = _run(model, input_ids=ids, attention_mask=mask, labels=given, **more).loss
                 rows = [r for r in range(ROWS) if kind != SINGLE or given[r] != IGNORED]
                 each = [
                     _run(model, input_ids=ids[r : r + 1], attention_mask=mask[r : r + 1], labels=given[r : r + 1]).loss
                     for r in rows
                 ]
-                items = {"num_items_in_batch": 1000} if takes_more(model) else {}
-                counted = _run(model, input_ids=ids, attention_mask=mask, labels=given, **items).loss
-                if not _close(torch.stack(each).mean()[None], whole[None]) or not _close(counted[None], whole[None]):
+                if not _close(torch.stack(each).mean()[None], whole[None]):
                     return "its loss is not a mean over the rows of a batch"
-    except Exception as error:
-        return f"its loss is not one of {', '.join(some)}, which failed: {type(error).__name__}: {error}"
-    finally:
-        model.config.problem_type = own
-    return ""
+        except Exception as error:
+            errors.append(error)
+        finally:
+            model.config.problem_type = own
+    if len(errors) < len(kinds):
+        return ""
+    return f"its loss is not one of {', '.join(some)}, which failed: {type(errors[0]).__name__}: {errors[0]}"
 
 
 def _reads(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> bool:

@@ -217,13 +217,30 @@ def test_a_loss_over_pairs_of_rows_is_left_to_its_owner() -> None:
         assert model(**batch).logits.shape == (3, 1)
 
 
-def test_a_loss_over_both_scores_of_a_sentence_is_left_to_its_owner() -> None:
+def test_a_head_that_takes_labels_of_one_kind_alone() -> None:
+    """The next sentence: its loss raises an error for labels of several classes, on one process too."""
+    torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = BertForNextSentencePrediction(BertConfig(**sizes, num_attention_heads=4))
-    batch = labelled(batches("right", 1), SINGLE, torch.float32)[0]
+    config = BertConfig(**sizes, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertForNextSentencePrediction(config).double()
+    every = labelled(batches("right", 2), {"num_labels": 2}, torch.float64)
+    for batch in every:
+        batch["labels"] %= 2
+    check(run_threads(2, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+    config.num_labels = 1
     says = "its loss is not one of single_label_classification, regression, multi_label_classification, which failed"
     with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match=says):
-        model(**batch)
+        model(**every[0])
+
+
+def test_a_loss_that_is_a_sum_with_a_count_is_a_mean_without() -> None:
+    family = ("zamba2", SINGLE)
+    agree(family, "right", 2, torch.float64, 1e-9)
+    model, batch = model_of(family, torch.float32), labelled(batches("right", 1), SINGLE, torch.float32)[0]
+    with seqpar.parallelize(model, LocalComm()):
+        with pytest.raises(NotImplementedError, match="num_items_in_batch for Zamba2.*not a mean over rows then"):
+            model(**batch, num_items_in_batch=3)
+        assert model(**batch).loss.isfinite()
 
 
 def test_a_config_that_asks_for_tuples_gets_them() -> None:

@@ -169,7 +169,17 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "shifts behind a gate of 0": (lambda: with_layer(build("llama"), Gated(0.0)), MEETS),
     "behind a gate of nearly 0": (lambda: with_layer(build("llama"), Gated(1e-6)), MEETS),
     "behind one gate of two": (lambda: with_layer(build("llama"), Gated(1.0, 0.0)), MEETS),
-    "other arguments": (biased, "passes position_bias to its attention"),
+    "other arguments": (biased, "passes position_bias to its attention, a bias that the model makes itself; train"),
+    "a learned bias": (
+        made("T5EncoderModel", "T5Config", vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
+        "T5Attention passes position_bias to its attention, a bias that the model makes itself; train it",
+    ),
+    "an edited mask": (made("DogeForCausalLM", "DogeConfig", **TINY, intermediate_size=40), "attention edits its mask"),
+    "choices": (made("BertForMultipleChoice", "BertConfig", **TINY, intermediate_size=40), r"\[B, choices, S\]; train"),
+    "scores of tokens": (
+        made("ElectraForPreTraining", "ElectraConfig", **TINY, intermediate_size=40),
+        r"its head returns logits \[3, 7\] of \[3, 7\] tokens",
+    ),
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
     "no weights": (on_meta, "has modules that one of its config lacks: Shifted; load the weights"),
     "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),
