@@ -415,10 +415,12 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with remark(several):
         _separate(several)
+        parts = []
         for p in several:
-            if p.grad is not None and not _is_writable(local(p.grad)):
-                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
-        parts = [local(p.grad) for p in several if p.grad is not None]
+            if (grad := p.grad) is not None:
+                if not _is_writable(local(grad)):
+                    p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
+                parts.append(local(grad))
         for indices in _by_kind(parts):
             torch._foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))
     return norm
