@@ -52,7 +52,8 @@ def compare(
             f"it fails: {type(error).__name__}: {error}" if error else "it calls attention a different number of times"
         )
         return Verdict(f"tried {how}, {why}")
-    stays = a.kind == "gets" and bool(a.unmoved) and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
+    as_many = len(a.unmoved) == len(b.samples) > 0
+    stays = a.kind == "gets" and as_many and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
     remedy = "; let it take positions as an argument, plan.rope_positions(rank)" if stays else ""
     what = f"what {a.by} gives to {a.name}" if a.kind == "gets" else f"what {a.name} {a.kind}"
     return Verdict(f"tried {how}, {what} {fault}{remedy}")

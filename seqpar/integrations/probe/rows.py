@@ -49,7 +49,7 @@ class ShuffledRows:
         random, samples = np.random.default_rng(0), count // unit
         smaller = np.argsort(positions[0].own[:unit], kind="stable")[: (unit + 1) // 2]
         few = random.permutation(smaller)[:PLACES]  # few, so that the largest row is hardly ever among them
-        source = few[random.integers(len(few), size=unit)]
+        source = _moved(few, positions[0].own[:unit], random) if unit > 2 else np.array([1, 0])
         self.sources = {unit: source}
         if samples > 1:
             self.sources[count] = (np.arange(samples)[:, None] * unit + source).ravel()
@@ -91,7 +91,7 @@ class ShuffledRows:
         for size, dim in {x.shape[dim]: dim for dim in self.dims(x)}.items():
             distinct = self._distinct[size]
             rows = x.detach().index_select(dim, torch.from_numpy(distinct).to(x.device)).movedim(dim, 0)
-            found.append(int(distinct[int(rows.flatten(1).abs().amax(1).argmax())]) % self.unit)
+            found.append(int(distinct[int(rows.reshape(len(rows), -1).abs().amax(1).argmax())]) % self.unit)
         return found
 
     def ranges(self, x: Tensor, *, second: bool) -> Sample:
@@ -238,3 +238,14 @@ def _places(size: int, unit: int, random: np.random.Generator) -> Ints:
     if size > PLACES:
         at = np.concatenate([at[:8], at[-8:], random.choice(size, PLACES - 16, replace=False)])
     return np.unique(at[at % unit != unit // 2])
+
+
+def _moved(few: Ints, own: Ints, random: np.random.Generator) -> Ints:
+    """One of few rows for each place, at random, whose position is not that of the row there, as far as possible."""
+    at = random.integers(len(few), size=len(own))
+    for same in (lambda source, places: own[source] == own[places], lambda source, places: source == places):
+        again = np.flatnonzero(same(few[at], np.arange(len(own))))
+        for _ in range(len(few)):
+            at[again] = (at[again] + 1) % len(few)
+            again = again[same(few[at[again]], again)]
+    return few[at]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.integrations.probe.rows import Positions, ShuffledRows
 from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_threads
 from tests.integrations.probe.models import (
@@ -27,6 +30,7 @@ from tests.integrations.probe.models import (
     Batch,
     Block,
     E,
+    Experts,
     Gate,
     H,
     Model,
@@ -503,6 +507,97 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Late(nn.Module):
+    """A block, what a case does behind its attention, and a head whose logits another case masks."""
+
+    def __init__(
+        self, late: Callable[[Late, Tensor], Tensor], masked: Callable[[Tensor], Tensor] = lambda y: y
+    ) -> None:
+        super().__init__()
+        self.late, self.masked, self.block, self.head = late, masked, Block(), nn.Linear(E, 16)
+        self.extra, self.film = nn.Linear(E, E), nn.Linear(E, 2 * E)
+        self.norm = nn.GroupNorm(2, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.masked(self.head(self.late(self, self.block(x))))
+
+
+def filmed(model: Late, x: Tensor, at: int) -> Tensor:
+    scale, shift = model.film(x[:, [at]]).chunk(2, -1)
+    return x * (1 + scale) + shift
+
+
+def called(model: nn.Module, x: Tensor) -> None:
+    plan = Plan(Mask([x.shape[1]]), Layout.contiguous(x.shape[1], 1))
+    with torch.no_grad(), seqpar.sdpa(plan, LocalComm()):
+        model(x)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 7, 8, 40, 60, 440, 442])
+@pytest.mark.parametrize("at", [0, -1])
+def test_what_reads_one_row_is_found_at_every_number_of_rows(at: int, tokens: int) -> None:
+    model = made(lambda: Late(lambda m, x: filmed(m, x, at)))
+    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: tried with its rows"):
+        called(model, torch.randn(1, tokens, E).double())
+
+
+@pytest.mark.parametrize("lengths", [[2], [3], [4], [1, 1, 1], [5, 1, 1, 6], [3] * 90, [442]])
+def test_no_row_stays_in_its_place_nor_another_of_its_position(lengths: list[int]) -> None:
+    own = np.concatenate([np.arange(n) for n in lengths])
+    rows = ShuffledRows([Positions(own, max(lengths) - 1)], len(own))
+    source = rows.sources[len(own)]
+    assert (source != np.arange(len(own))).all()
+    assert max(lengths) == 1 or (own[source] != own).all()
+
+
+class Weighted(nn.Module):
+    """Rows by weights without a dim of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.block(x) * weights[None, :, None]
+
+
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_a_vector_of_a_number_for_every_row_is_an_argument_like_others(way: str) -> None:
+    model, x, weights = made(Weighted), torch.randn(TOKENS, E).double(), torch.rand(TOKENS).double()
+    expected = model(x[None], weights)
+
+    def rank(comm: Comm) -> Tensor:
+        own, plan = copy.deepcopy(model), Plan(MASK, Layout.contiguous(TOKENS, comm.size))
+        given = [seqpar.shard(value, plan, comm.rank) for value in (x, weights)]
+        handle = parallelize(own, comm, plan=plan) if way == "parallelize" else seqpar.sdpa(plan, comm)
+        with warnings.catch_warnings(), handle:
+            warnings.simplefilter("error")
+            return own(given[0][None], given[1])
+
+    torch.testing.assert_close(torch.cat(run_threads(2, rank), 1), expected, rtol=0, atol=1e-10)
+
+
+class Capacity(Experts):
+    """Experts that take as many rows as their share is, and let the others pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, out = x.flatten(0, 1), x.flatten(0, 1).clone()
+        choice = self.router(rows).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            at = torch.where(choice == number)[0][: len(rows) // 9]
+            out.index_add_(0, at, expert(rows[at]))
+        return out.view_as(x)
+
+
+def test_experts_that_are_full_are_not_told_that_positions_are_the_cause() -> None:
+    model = made(lambda: Late(lambda m, x: m.experts(x)))
+    model.experts = Capacity().double()
+    for tokens in (9, 18, 22, 40):
+        with pytest.raises(NotImplementedError) as raised:
+            called(model, torch.randn(1, tokens, E).double())
+        assert "positions" not in str(raised.value), tokens
 
 
 def test_rows_that_follow_by_half_precision_too() -> None:
