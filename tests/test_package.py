@@ -100,7 +100,7 @@ ORDER = {
     """,
     "integrations": """
         adapters hf hf/config probe
-        probe/nested probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
+        probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
         hf/mask hf/shape hf/weights hf/wide hf/planning hf/worth hf/ahead hf/attention hf/generation

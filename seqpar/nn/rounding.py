@@ -9,14 +9,26 @@ from torch import Tensor, nn
 
 ROUGH = 0.05  # of the largest result, where products are of 16 bits
 LOW = {torch.bfloat16, torch.float16}
+COARSE, TF32 = 2.0**-7, 2.0**-10  # the distance of 1 from the next number, in bfloat16, and in GPUs' products of fp32
 
 
 def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
     """Whether equal rows may differ by more than single precision rounds."""
-    tensors = list(tensors)
-    kinds = {x.device.type for x in (*tensors, *model.parameters())} - {"meta"}
-    return (
+    return coarseness(model, tensors) > 0
+
+
+def coarseness(model: nn.Module, tensors: Iterable[Tensor]) -> float:
+    """How coarsely products round, from 1 to the next number, if more so than single precision, else 0.
+
+    All 16-bit dtypes count as bfloat16: models in float16 often have linear layers of 8 bits.
+    """
+    tensors = [*model.parameters(), *tensors]
+    kinds, precision = {x.device.type for x in tensors} - {"meta"}, torch.get_float32_matmul_precision()
+    if (
         any(torch.is_autocast_enabled(kind) for kind in kinds)
-        or any(x.dtype in LOW for x in (*model.parameters(), *tensors))
-        or torch.get_float32_matmul_precision() != "highest"
-    )
+        or any(x.dtype in LOW for x in tensors)
+        or precision == "medium"
+    ):
+        return COARSE
+    # CPUs compute "high" as "highest"
+    return TF32 if precision == "high" and kinds != {"cpu"} else 0.0

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.integrations.probe.record import Event, RunRecord
-from seqpar.integrations.probe.rows import Sample, real
-from seqpar.nn.rounding import LOW, ROUGH
+from seqpar.integrations.probe.rows import Ranges, Sample, real
+from seqpar.integrations.probe.sizes import units
+from seqpar.nn.rounding import COARSE, LOW
 from seqpar.nn.saved_state import Buffers
 from seqpar.ops.core.compared import gap
 
-CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest element
+# Rough products: how far rows may lie apart, in roundings. In tens of layers these add up to 1, seldom to 2, and then
+# they tell copies of one row apart in one run too. A sum over all rows does not.
+ROUNDINGS = 2.25
 
 
 class Verdict(NamedTuple):
@@ -31,21 +35,23 @@ class Verdict(NamedTuple):
 
 
 def compare(
-    first: RunRecord, second: RunRecord, *, error: Exception | None = None, rough: bool, how: str, fault: str
+    first: RunRecord, second: RunRecord, *, error: Exception | None = None, rough: float, how: str, fault: str
 ) -> Verdict:
     """The verdict on two runs.
 
-    error: the second run's exception. rough: whether products round coarsely. how: a description of the second run.
-    fault: the words for tensors that do not follow.
+    error: the second run's exception. rough: the coarseness of products (`seqpar.nn.rounding`). how: a description of
+    the second run. fault: the words for tensors that do not follow.
     """
     # a tensor cast back to single precision is rough too
-    rough = rough or any(x.dtype in LOW for event in first.events for sample in event.samples for x in sample.values())
+    dtypes = {x.dtype for event in first.events for sample in event.samples for x in sample.values()}
+    rough = max(rough, COARSE) if dtypes & LOW else rough
     last, fewer, judged = first.events[-1], second.fewer, list(zip(first.judged(), second.judged()))
+    moved = second.second and not fewer
     as_often = error is None and len(first.judged()) == len(second.judged())
-    if as_often and all(_follows(a, b, rough, fewer=fewer) for a, b in judged):
+    if as_often and all(_follows(a, b, rough, fewer=fewer, moved=moved) for a, b in judged):
         return Verdict()
     for a, b in _pairs(first.events, second.events):
-        if not _follows(a, b, rough, way=None if a is last else first.events, fewer=fewer):
+        if not _follows(a, b, rough, way=None if a is last else first.events, fewer=fewer, moved=moved):
             break
     else:
         why = (
@@ -62,7 +68,7 @@ def compare(
 def unlike(one: Buffers, other: Buffers) -> set[tuple[nn.Module, str]]:
     """The buffers that differ after two runs."""
     both = one.keys() & other.keys()
-    apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=False)}
+    apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=0.0)}
     return (one.keys() ^ other.keys()) | apart
 
 
@@ -76,23 +82,26 @@ def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Eve
             yield event, waiting[event[:2]].pop()
 
 
-def _follows(a: Event, b: Event, rough: bool, *, way: list[Event] | None = None, fewer: bool = False) -> bool:
+def _follows(
+    a: Event, b: Event, rough: float, *, way: list[Event] | None = None, fewer: bool, moved: bool
+) -> bool:  # fmt: skip
     """Whether the tensors of an event are those of the rows in their places.
 
     way: the events of the run, if this event does not decide; tensors without rows then matter only if a module that
     got rows returns them. fewer: tensors with rows in one run only count as without, since sizes may agree by accident.
+    moved: as in `_close`.
     """
     if len(a.samples) != len(b.samples):
         return False
     pairs = list(zip(a.samples, b.samples))
     # with rough products one row may lie apart, so samples decide
-    if not rough and not all(_within(*every) for every in zip(a.samples, a.ranges, b.ranges)):
+    if not rough and not all(map(_within, a.ranges, b.ranges)):
         return False
     if way is not None and (a.kind != "returns" or _has_rows(a) or not _got_rows(a, way)):
         pairs = [(x, y) for x, y in pairs if -1 not in x]
     if fewer:
         pairs = [both for both in (_left(x, y) for x, y in pairs) if both[0]]
-    return all(any(_close(x[dim], y[dim], rough) for dim in x.keys() & y.keys()) for x, y in pairs)
+    return all(any(_close(x[dim], y[dim], rough, moved=moved) for dim in x.keys() & y.keys()) for x, y in pairs)
 
 
 def _left(first: Sample, fewer: Sample) -> tuple[Sample, Sample]:
@@ -108,10 +117,10 @@ def _left(first: Sample, fewer: Sample) -> tuple[Sample, Sample]:
     return one, other
 
 
-def _within(sample: Sample, first: Sample, second: Sample) -> bool:
+def _within(first: Ranges, second: Ranges) -> bool:
     """Whether ranges of all places agree."""
-    both = first.keys() & second.keys()
-    return not both or any(_close(first[dim], second[dim], False, like=sample[dim]) for dim in both)
+    both = [(first[dim].sums, second[dim].sums) for dim in first.keys() & second.keys()]
+    return not both or any(_close(a, b) for a, b in both)
 
 
 def _has_rows(event: Event) -> bool:
@@ -125,24 +134,47 @@ def _got_rows(event: Event, way: list[Event]) -> bool:
     return bool(calls) and _has_rows(calls[-1])
 
 
-def _all_close(x: Sample, y: Sample, rough: bool) -> bool:
+def _all_close(x: Sample, y: Sample, rough: float) -> bool:
     return x.keys() == y.keys() and all(_close(x[dim], y[dim], rough) for dim in x)
 
 
-def _close(a: Tensor, b: Tensor, rough: bool, like: Tensor | None = None) -> bool:
+def _close(a: Tensor, b: Tensor, rough: float = 0.0, *, moved: bool = False) -> bool:
     """Equal up to rounding, row by row; if products are rough, most rows, since others may go to other experts.
 
-    like: elements as large as those of a and b, by default a.
+    moved: whether equal rows of a, which are copies of one row, were computed in several places for b.
     """
     if a.shape != b.shape:
         return False
-    bound = ROUGH if rough else CLOSE.get(a.dtype, ROUGH if a.is_floating_point() else 0.0)
+    if a.is_floating_point() and a.dtype not in CLOSE:
+        rough = max(rough, COARSE)
+    bound = CLOSE.get(a.dtype, 0.0)
     a, b = a.double(), b.double()
-    apart = gap(a, b)
-    like = a if like is None else like.double()
-    scale = like.masked_fill(~like.isfinite(), 0.0).abs().max().clamp(min=1e-30)
-    worst = apart.amax(1) / scale
-    return bool((worst.median() if bound == ROUGH else worst.max()) <= bound)
+    if not bool(gap(a, b).any()):
+        return True
+    varies = (a != a[:1]).any(0) | (b != b[:1]).any(0)
+    unit = units(a, varies)
+    if not rough:
+        return bool((gap(a, b) <= bound * unit).all())
+    apart = _distance(a, b, unit, varies) / rough
+    if apart > ROUNDINGS or not moved:
+        return apart <= ROUNDINGS
+    one, other = _copies(a)
+    return not len(one) or apart <= max(1.0, 4 * _distance(b[one], b[other], unit[one], varies) / rough)
+
+
+def _distance(a: Tensor, b: Tensor, unit: Tensor, varies: Tensor) -> float:
+    """How far most rows lie apart: the root of the mean square over the columns that are not the same in all rows."""
+    apart = (gap(a, b) / unit).clamp(max=1.0)
+    apart = apart[:, varies] if bool(varies.any()) else apart
+    return float(apart.square().mean(1).sqrt().median())
+
+
+def _copies(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of rows that are equal, in pairs."""
+    _, group = x.unique(dim=0, return_inverse=True)
+    order = group.argsort(stable=True)
+    pairs = group[order[1:]] == group[order[:-1]]
+    return order[:-1][pairs], order[1:][pairs]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.integrations.probe.nested import leaves
-from seqpar.integrations.probe.rows import FewerRows, Sample, ShuffledRows
+from seqpar.integrations.probe.rows import FewerRows, Ranges, Sample, ShuffledRows
 from seqpar.nn.rounding import LOW
 from seqpar.nn.saved_state import Buffers
 
@@ -40,18 +40,21 @@ class Event(NamedTuple):
     by: str
     samples: list[Sample]
     unmoved: list[Sample]
-    ranges: list[Sample]
+    ranges: list[Ranges]
 
 
 class RunRecord:
     """The events of one run, in order; empty if no rows are compared.
 
-    changed: buffers that the run changed. failure: an error while recording, which does not end the run, since other
-    ranks may be in it too.
+    like: the earlier run that this one is compared with. changed: buffers that the run changed. failure: an error while
+    recording, which does not end the run, since other ranks may be in it too.
     """
 
-    def __init__(self, model: nn.Module, rows: ShuffledRows | FewerRows | None, *, second: bool) -> None:
+    def __init__(
+        self, model: nn.Module, rows: ShuffledRows | FewerRows | None, *, second: bool, like: RunRecord | None = None
+    ) -> None:  # fmt: skip
         self.model, self.rows, self.second, self.failure = model, rows, second, ""
+        self._like = iter(like.judged() if like is not None else ())
         self.fewer = isinstance(rows, FewerRows)
         self.changed: Buffers = {}
         self.largest: list[int] = []  # rows with the largest elements of some tensor
@@ -76,8 +79,13 @@ class RunRecord:
         decides = kind == "attends over" or by == RESULT
         if not self.second and kind != "returns":  # another module gets it
             self.largest += [row for x in plain for row in rows.largest(x)]
-        # in half precision one row may lie apart
-        ranges = [rows.ranges(x, second=self.second) if decides and x.dtype not in LOW else {} for x in plain]
+        earlier = next(self._like, None) if decides else None
+        ranges = list[Ranges]()
+        for number, x in enumerate(plain):
+            like = earlier.ranges[number] if earlier is not None and number < len(earlier.ranges) else None
+            # in half precision one row may lie apart
+            told = decides and x.dtype not in LOW
+            ranges.append(rows.ranges(x, second=self.second, like=like) if told else {})
         return Event(kind, name, by, samples, unmoved, ranges)
 
     def note_attention(self, *tensors: Tensor) -> None:

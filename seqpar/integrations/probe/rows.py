@@ -19,11 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.facts.value import Ints
+from seqpar.integrations.probe.sizes import of_columns
 
 PLACES, ELEMENTS = 64, 128
 CHUNK = 1 << 20  # elements that are summed at a time
+MOST = 100.0  # sizes of its column that an element counts at most in a sum, so that numbers which mask hide no others
 
 Sample = dict[int, Tensor]  # dim of the rows -> elements [places, ...]; under -1 those of a tensor without rows
+
+
+class Range(NamedTuple):
+    """The least and the largest sum [rows, 2] of each row, of elements in units of the sizes [columns]."""
+
+    sizes: Tensor
+    sums: Tensor
+
+
+Ranges = dict[int, Range]  # by the dim of the rows
 
 
 class Positions(NamedTuple):
@@ -94,21 +106,28 @@ class ShuffledRows:
             found.append(int(distinct[int(rows.reshape(len(rows), -1).abs().amax(1).argmax())]) % self.unit)
         return found
 
-    def ranges(self, x: Tensor, *, second: bool) -> Sample:
-        """The least and the largest sum [rows, 2] of each row of the second run over all places, from either run."""
+    def ranges(self, x: Tensor, *, second: bool, like: Ranges | None = None) -> Ranges:
+        """The ranges of each row of the second run over all places, from either run.
+
+        like: those of an earlier run, whose sizes of columns count.
+        """
         x, ranges = x.detach(), {}
         for dim in self.dims(x):
             source = self.sources[x.shape[dim]]
             at = np.arange(len(source))
             at = at[at % self.unit != self.unit // 2] if self._lengthened else at
             distinct, number = np.unique(source[at], return_inverse=True)
+            known = (like or {}).get(dim)
+            sizes = _column_sizes(x, dim, distinct if not second else at) if known is None else known.sizes
+            if real(x).numel() != sizes.numel() * x.shape[dim]:
+                continue  # of another shape, which samples show
             if not second:
-                ranges[dim] = _sums(x, dim, distinct)[:, None].expand(-1, 2)
+                ranges[dim] = Range(sizes, _sums(x, dim, distinct, sizes)[:, None].expand(-1, 2))
                 continue
-            sums, number = _sums(x, dim, at), torch.from_numpy(number).to(x.device)
+            sums, number = _sums(x, dim, at, sizes), torch.from_numpy(number).to(x.device)
             both = [sums.new_zeros(len(distinct)).scatter_reduce(0, number, sums, how, include_self=False)
                     for how in ("amin", "amax")]  # fmt: skip
-            ranges[dim] = torch.stack(both, 1)
+            ranges[dim] = Range(sizes, torch.stack(both, 1))
         return ranges
 
 
@@ -151,7 +170,7 @@ class FewerRows:
             sample[dim][torch.from_numpy(at < 0).to(x.device)] = torch.nan
         return sample
 
-    def ranges(self, x: Tensor, *, second: bool) -> Sample:
+    def ranges(self, x: Tensor, *, second: bool, like: Ranges | None = None) -> Ranges:
         """None: samples show enough of this run."""
         return {}
 
@@ -214,15 +233,26 @@ def _thinned(x: Tensor) -> Tensor:
     return x[:, torch.linspace(0, columns - 1, ELEMENTS, device=x.device).long()]
 
 
-def _sums(x: Tensor, dim: int, at: Ints) -> Tensor:
-    """A weighted sum of the elements of each row [places], as large as one element would be."""
+def _column_sizes(x: Tensor, dim: int, at: Ints) -> Tensor:
+    """The sizes of columns [columns], by some of these rows."""
+    some = torch.from_numpy(at[:: -(-len(at) // 8)]).to(x.device)
+    rows = real(x.index_select(dim, some).movedim(dim, 0)).reshape(len(some), -1)
+    return of_columns(rows.to(_summed(x)))
+
+
+def _sums(x: Tensor, dim: int, at: Ints, sizes: Tensor) -> Tensor:
+    """A weighted sum of the elements of each row [places], each in units of its column's size, up to `MOST` of them."""
     rows = x.movedim(dim, 0)
-    dtype = torch.float32 if x.is_floating_point() and x.dtype.itemsize <= 4 else torch.float64
-    weights = _weights(real(rows[:1]).numel(), dtype).to(x.device)
+    weights, most = _weights(len(sizes), sizes.dtype).to(x.device) / sizes, MOST * sizes
     index = torch.from_numpy(at).to(x.device)
-    sums = [real(rows[i]).reshape(len(i), -1).to(dtype).nan_to_num(0.0, 0.0, 0.0) @ weights
+    sums = [real(rows[i]).reshape(len(i), -1).to(sizes.dtype).nan_to_num(0.0).clamp(-most, most) @ weights
             for i in index.split(max(1, CHUNK // len(weights)))]  # fmt: skip
     return torch.cat(sums) if sums else weights.new_zeros(0)
+
+
+def _summed(x: Tensor) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float32 if real(x).is_floating_point() and real(x).dtype.itemsize <= 4 else torch.float64
 
 
 @lru_cache(16)

@@ -24,7 +24,7 @@ from seqpar.integrations.probe.compare import Verdict, compare, unlike
 from seqpar.integrations.probe.nested import leaves, substituted
 from seqpar.integrations.probe.record import RunRecord, recording
 from seqpar.integrations.probe.rows import ArgumentRows, FewerRows, Positions, has_rows, is_mask, readings_of
-from seqpar.nn.rounding import is_rough
+from seqpar.nn.rounding import coarseness
 from seqpar.nn.saved_state import Buffers, SavedState, eager, saved
 
 READINGS = 12
@@ -92,7 +92,7 @@ class _Trial(NamedTuple):
         tensors = {i: self.tensors[i] for i in dims}
         others = {id(x): rows.shuffled(x, dims[i]) for i, x in tensors.items()}  # type: ignore[union-attr]
         saw = any(not torch.equal(others[id(x)], x) for x in tensors.values())
-        first, second = (RunRecord(self.model, rows if saw else None, second=again) for again in (False, True))
+        first = RunRecord(self.model, rows if saw else None, second=False)
         error = self._run(first, {})
         errors = self.gather(_text(error))
         if any(errors):
@@ -101,6 +101,7 @@ class _Trial(NamedTuple):
                 who = type(self.model).__name__
                 raise RuntimeError(f"{who} failed on rank {rank} when it was tried: {errors[rank]}")
             return Verdict(error=_text(error))
+        second = RunRecord(self.model, rows if saw else None, second=True, like=first)
         error = self._run(second, others)
         if isinstance(error, torch.OutOfMemoryError) or (error is not None and not saw):
             return Verdict(error=_text(error))
@@ -133,9 +134,9 @@ class _Trial(NamedTuple):
 
     def _afterwards(self, reading: ArgumentRows, one: Buffers, other: Buffers) -> Verdict:
         """The verdict on the effect of buffers that either run has left."""
-        records = []
+        records = list[RunRecord]()
         for buffers in (one, other):
-            records.append(RunRecord(self.model, reading.rows, second=False))
+            records.append(RunRecord(self.model, reading.rows, second=False, like=records[0] if records else None))
             if self._run(records[-1], {}, buffers) is not None or records[-1].failure:
                 return Verdict()
         apart, modules = unlike(one, other), self.model.named_modules()
@@ -143,8 +144,8 @@ class _Trial(NamedTuple):
         how = f"after other rows, which changed {', '.join(names)}"
         return compare(*records, rough=self._rough(), how=how, fault="differs")
 
-    def _rough(self) -> bool:
-        return is_rough(self.model, self.tensors.values())
+    def _rough(self) -> float:
+        return coarseness(self.model, self.tensors.values())
 
     def _run(self, record: RunRecord, others: dict[int, Tensor], buffers: Buffers | None = None) -> Exception | None:
         """The error of a run, or None. others: replacements of arguments. buffers: initial values of some buffers."""

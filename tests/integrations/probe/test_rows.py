@@ -524,15 +524,72 @@ class Late(nn.Module):
         return self.masked(self.head(self.late(self, self.block(x))))
 
 
+def before(x: Tensor) -> Tensor:
+    """The rows before."""
+    return F.pad(x, (0, 0, 1, -1))
+
+
 def filmed(model: Late, x: Tensor, at: int) -> Tensor:
     scale, shift = model.film(x[:, [at]]).chunk(2, -1)
     return x * (1 + scale) + shift
+
+
+LATE: dict[str, Callable[[Late, Tensor], Tensor]] = {
+    "rows before": lambda m, x: x + before(x),
+    "a little of the rows before": lambda m, x: 0.95 * x + 0.05 * before(x),
+    "mean": lambda m, x: x + x.mean(1, keepdim=True),
+    "squeeze and excite": lambda m, x: x * m.extra(x.mean(1, keepdim=True)).sigmoid(),
+    "global context": lambda m, x: x + m.extra(x.mean(1, keepdim=True)),
+    "norm over rows": lambda m, x: m.norm(x.transpose(1, 2)).transpose(1, 2),
+}
+ROWWISE: dict[str, Callable[[Late, Tensor], Tensor]] = {
+    "nothing": lambda m, x: x,
+    "a gate": lambda m, x: x * m.extra(x).sigmoid(),
+    "one large channel": lambda m, x: torch.cat([x[..., :1] * 1e4, x[..., 1:]], -1),
+}
+LARGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "-1e9 in columns": lambda y: y.masked_fill(torch.arange(16) > 12, -1e9),
+    "the lowest number in columns": lambda y: y.masked_fill(torch.arange(16) > 12, torch.finfo(y.dtype).min),
+    "-1e9 in most columns": lambda y: y.masked_fill(torch.arange(16) > 2, -1e9),
+    "-1e9 in other columns of every row": lambda y: y.masked_fill(y > y.median(-1, keepdim=True).values, -1e9),
+    "one large column": lambda y: torch.cat([y[..., :15], 1e8 * y[..., 15:]], -1),
+    "as many large columns": lambda y: torch.cat([y, 1e8 * y], -1),
+}
 
 
 def called(model: nn.Module, x: Tensor) -> None:
     plan = Plan(Mask([x.shape[1]]), Layout.contiguous(x.shape[1], 1))
     with torch.no_grad(), seqpar.sdpa(plan, LocalComm()):
         model(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("large", LARGE)
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.sampled(3)
+def test_large_elements_hide_nothing_beside_them(late: str, large: str, dtype: torch.dtype) -> None:
+    model, x = made(lambda: Late(LATE[late], LARGE[large])).to(dtype), torch.randn(1, 300, E, dtype=dtype)
+    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: tried with its rows"):
+        called(model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("large", LARGE)
+@pytest.mark.parametrize("late", ROWWISE)
+@pytest.mark.sampled(2)
+def test_rows_with_large_elements_follow(late: str, large: str, dtype: torch.dtype) -> None:
+    called(made(lambda: Late(ROWWISE[late], LARGE[large])).to(dtype), torch.randn(1, 300, E, dtype=dtype))
+
+
+def test_a_place_that_no_sample_has_is_found_beside_large_elements() -> None:
+    """Sums over the elements of every row see it."""
+
+    def special(model: Late, x: Tensor) -> Tensor:
+        return x + F.one_hot(torch.tensor(77), x.shape[1])[:, None] * model.extra.bias
+
+    model = made(lambda: Late(special, LARGE["-1e9 in columns"]))
+    with pytest.raises(NotImplementedError, match=r"gives to head \(Linear\) does not follow|Late returns does not"):
+        called(model, torch.randn(1, 256, E).double())
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 7, 8, 40, 60, 440, 442])
@@ -550,6 +607,61 @@ def test_no_row_stays_in_its_place_nor_another_of_its_position(lengths: list[int
     source = rows.sources[len(own)]
     assert (source != np.arange(len(own))).all()
     assert max(lengths) == 1 or (own[source] != own).all()
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast", "high"])
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.sampled(3)
+def test_what_mixes_a_little_is_found_though_products_are_rough(late: str, way: str) -> None:
+    for rows in (64, 600):
+        with pytest.raises(NotImplementedError, match="tried with its rows in another order"):
+            roughly(Late(LATE[late]), way, rows)
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast", "high"])
+@pytest.mark.parametrize("late", ROWWISE)
+@pytest.mark.sampled(2)
+def test_rows_of_rough_products_follow(late: str, way: str) -> None:
+    deep = nn.Sequential(*(Block() for _ in range(6)))
+
+    def case(model: Late, x: Tensor) -> Tensor:
+        return ROWWISE[late](model, deep.to(x.dtype)(x))
+
+    for rows in (3, 64, 301):
+        roughly(Late(case, LARGE["-1e9 in columns"] if way != "float16" else lambda y: y), way, rows)
+
+
+def roughly(model: nn.Module, way: str, rows: int) -> None:
+    """Call a model with products of that kind."""
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(way, torch.float32)
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if way == "high" else kept)
+    try:
+        with torch.autocast("cpu", enabled=way == "autocast"):
+            called(model.to(dtype), torch.randn(1, rows, E, dtype=dtype))
+    finally:
+        torch.set_float32_matmul_precision(kept)
+
+
+class Rounded(nn.Linear):
+    """A layer whose sums come in another order every time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x.float(), self.weight.float(), self.bias.float())
+        noise = np.random.default_rng(self.calls).standard_normal(y.shape, np.float32)
+        Rounded.calls += 1
+        return (y + 1e-6 * y.square().mean(-1, keepdim=True).sqrt() * torch.from_numpy(noise)).to(x.dtype)
+
+    calls = 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_round_otherwise_in_every_run_follow(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn, "Linear", Rounded)
+    model = Late(lambda m, x: m.deep(x), LARGE["-1e9 in columns"])
+    model.deep = nn.Sequential(*(Block() for _ in range(12)))
+    with torch.no_grad():
+        called(model.to(dtype), torch.randn(1, 200, E, dtype=dtype))
 
 
 class Weighted(nn.Module):
