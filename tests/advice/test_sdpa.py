@@ -74,6 +74,12 @@ def test_a_fused_operator_is_called_by_the_function_in_front_of_it() -> None:
         assert torch.allclose(attended(WHOLE, is_causal=True), expected())
 
 
+def causally(x: Tensor) -> Tensor:
+    """The same in the part of Python that can be scripted."""
+    q, k, v = x.transpose(1, 2).unbind()
+    return F.scaled_dot_product_attention(q, k, v, None, 0.0, True).transpose(0, 1)
+
+
 def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
     def by_hand(x: Tensor) -> Tensor:
         q, k, v = x.transpose(1, 2)
@@ -81,8 +87,16 @@ def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
         return (scores.softmax(-1) @ v).transpose(0, 1)
 
     assert torch.allclose(by_hand(WHOLE), expected())
-    with advised(RuntimeError, "call F.scaled_dot_product_attention where the model computes attention by itself"):
-        on_two_ranks(lambda comm, rows: by_hand(rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(causally)
+    assert torch.allclose(scripted(WHOLE), expected())
+    for own in (by_hand, scripted):
+        with advised(
+            RuntimeError,
+            "call F.scaled_dot_product_attention from Python where the model computes attention by itself",
+        ):
+            on_two_ranks(lambda comm, rows, own=own: own(rows))
     assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
 
 
@@ -314,12 +328,86 @@ def test_whole_memory_of_cross_attention_as_long_as_a_shard_is_named_and_stays_o
     assert torch.allclose(on(lambda query, key: key.data_ptr() == memory.data_ptr()), layer(WHOLE))
 
 
-def test_a_mask_with_a_gradient_is_detached() -> None:
+def biased(x: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """Attention of queries [rows, H, D] with a bias [H, rows, T] of its scores."""
+    q, k, v = (each.transpose(0, 1) for each in (x, keys, values))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(0, 1)
+
+
+@pytest.mark.parametrize("begins", ["at zero", "anywhere"])
+def test_a_mask_with_a_gradient_is_detached_and_a_learned_bias_computed_by_a_kernel_of_ones_own(begins: str) -> None:
+    full = PLAN.with_mask(Mask([TOKENS], causal=False))
+    table = torch.randn(HEADS, 2 * TOKENS - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    table = (table * (begins == "anywhere")).requires_grad_()
+
+    def bias(queries: Tensor, keys: Tensor) -> Tensor:
+        """T5's relative bias, for these positions."""
+        return table[:, queries[:, None] - keys + TOKENS - 1]
+
+    at = torch.arange(TOKENS)
+    out = biased(*WHOLE, bias(at, at))
+    (expected_grad,) = torch.autograd.grad(out.square().sum(), table)
+    assert expected_grad.any()
+
+    def sees(keys: str) -> Callable[[Comm, Tensor], Tensor]:
+        def call(comm: Comm, rows: Tensor) -> Tensor:
+            own = seqpar.shard(at, full, comm.rank)
+            return attended(rows, attn_mask=bias(own, at if keys == "all" else own)[None][0])
+
+        return call
+
+    for keys in ("its rank's own", "all"):
+        with advised(
+            NotImplementedError,
+            "detach it if it is a mask alone, and compute a bias by a kernel of your own over the keys of "
+            "seqpar.fetch_all, outside the block",
+        ):
+            on_two_ranks(sees(keys), full)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        q, k, v = seqpar.shard(WHOLE, full, comm.rank, dim=1)
+        k, v = seqpar.fetch_all([k, v], full, comm)
+        keys = torch.from_numpy(full.fetched(comm.rank).positions)
+        own = biased(q, k, v, bias(seqpar.shard(at, full, comm.rank), keys))
+        return seqpar.unshard(own.detach(), full, comm), torch.autograd.grad(own.square().sum(), table)[0]
+
+    found = run_threads(2, rank)
+    assert torch.allclose(found[0][0], out) and torch.allclose(found[0][1] + found[1][1], expected_grad)
     mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~TRIANGLE, -torch.inf).requires_grad_()
-    with advised(NotImplementedError, "detach it"), seqpar.sdpa(ALONE, LocalComm()):
-        attended(WHOLE, attn_mask=mask)
-    with seqpar.sdpa(ALONE, LocalComm()):
-        assert torch.allclose(attended(WHOLE, attn_mask=mask.detach()), expected())
+    detached = on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(mask.detach(), comm)))
+    assert torch.allclose(detached, expected())
+
+
+@pytest.mark.parametrize("keys", ["its rank's own", "all"])
+def test_alibi_is_given_as_slopes_and_another_bias_to_a_kernel_of_ones_own(keys: str) -> None:
+    full, at = PLAN.with_mask(Mask([TOKENS], causal=False)), torch.arange(TOKENS)
+    slopes = torch.tensor([0.5, 0.125], dtype=torch.float64)
+
+    def alibi(queries: Tensor, keys: Tensor) -> Tensor:
+        return -slopes[:, None, None] * (queries[:, None] - keys).abs()
+
+    out = biased(*WHOLE, alibi(at, at))
+
+    def by_mask(comm: Comm, rows: Tensor) -> Tensor:
+        own = seqpar.shard(at, full, comm.rank)
+        return attended(rows, attn_mask=alibi(own, own if keys != "all" else at))
+
+    with advised(
+        NotImplementedError,
+        "outside the block, call seqpar.attention(..., alibi_slopes=slopes) for ALiBi, and a kernel of your own over "
+        "the keys of seqpar.fetch_all for another bias",
+    ):
+        on_two_ranks(by_mask, full)
+
+    def rank(comm: Comm) -> list[Tensor]:
+        q, k, v = seqpar.shard(WHOLE, full, comm.rank, dim=1)
+        by_slopes = seqpar.attention(q, k, v, full, comm, alibi_slopes=slopes)
+        k, v = seqpar.fetch_all([k, v], full, comm)
+        positions = torch.from_numpy(full.fetched(comm.rank).positions)
+        by_hand = biased(q, k, v, alibi(seqpar.shard(at, full, comm.rank), positions))
+        return [seqpar.unshard(x, full, comm) for x in (by_slopes, by_hand)]
+
+    assert all(torch.allclose(found, out) for found in run_threads(2, rank)[0])
 
 
 class Model(nn.Module):

@@ -18,12 +18,13 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
     heads, adds anything but 0 and -inf (or its dtype's lowest number, in rows that see a key), or has a row whose keys
     are not an interval.
     """
+    seen = seen_pairs(mask)
     if mask.dim() < 2 or mask.shape[-1] != keys or mask.shape[-2] not in (1, rows) or 0 in mask.shape[:-2]:
         raise ValueError(
             f"sdpa: attn_mask must be this rank's {rows} rows over all {keys} keys, got {list(mask.shape)}; "
             "give seqpar.shard(mask, plan, rank) of the mask of one process, or is_causal=True and no mask"
         )
-    seen = _seen(mask)[None].flatten(0, -3)
+    seen = seen[None].flatten(0, -3)
     if seen.shape[0] != 1 and not bool((seen == seen[:1]).all()):
         raise NotImplementedError("sdpa: attn_mask differs between heads; give one for all of them")
     plain = seen[0].expand(rows, keys).cpu().numpy()
@@ -74,12 +75,17 @@ def is_lower_triangle(mask: Tensor) -> bool:
     if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     rows = mask.shape[-1]
-    return bool((_seen(mask) == torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()).all())
+    return bool((seen_pairs(mask) == torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()).all())
 
 
-def _seen(mask: Tensor) -> Tensor:
+def seen_pairs(mask: Tensor) -> Tensor:
+    """Where a mask of any shape lets a query see a key. Raises NotImplementedError for one that adds to scores."""
     if mask.requires_grad:
-        raise NotImplementedError("sdpa: attn_mask has no gradient; detach it")
+        raise NotImplementedError(
+            f"sdpa: attn_mask {list(mask.shape)} requires a gradient, as a learned bias of scores does, and gets none; "
+            "detach it if it is a mask alone, and compute a bias by a kernel of your own over the keys of "
+            "seqpar.fetch_all, outside the block"
+        )
     if mask.dtype == torch.bool:
         return mask
     if not mask.dtype.is_floating_point:
@@ -87,5 +93,9 @@ def _seen(mask: Tensor) -> Tensor:
     seen = mask == 0
     hidden = (mask == -torch.inf) | ((mask == torch.finfo(mask.dtype).min) & seen.any(-1, keepdim=True))
     if not bool((seen | hidden).all()):
-        raise NotImplementedError("sdpa: attn_mask adds a bias to scores, expected 0 and -inf alone")
+        raise NotImplementedError(
+            f"sdpa: attn_mask {list(mask.shape)} adds a bias to scores, expected 0 and -inf alone; outside the block, "
+            "call seqpar.attention(..., alibi_slopes=slopes) for ALiBi, and a kernel of your own over the keys of "
+            "seqpar.fetch_all for another bias"
+        )
     return seen

@@ -31,7 +31,7 @@ from seqpar.integrations.probe.calls import ModelCall, outermost, way_of
 from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
-from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet
+from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet, seen_pairs
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
@@ -192,7 +192,8 @@ class Rerouting(TorchFunctionMode):
             raise RuntimeError(
                 "sdpa: no attention was rerouted inside the block, in which the model called neither "
                 "F.scaled_dot_product_attention nor F.multi_head_attention_forward on this thread with the plan's "
-                "rows; call F.scaled_dot_product_attention where the model computes attention by itself"
+                "rows, scripted modules aside, whose calls are not seen; call F.scaled_dot_product_attention from "
+                "Python where the model computes attention by itself"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -336,6 +337,7 @@ class Rerouting(TorchFunctionMode):
             if mask is None:
                 self._check_meaning(is_causal)
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens and not self._one_has_all:
+                seen_pairs(mask)  # a bias has another remedy
                 raise ValueError(
                     f"sdpa: attn_mask {list(mask.shape)} only covers this rank's own rows, as transformers "
                     "makes it where positions jump; give the model this rank's rows of one process's mask over all "
