@@ -146,7 +146,7 @@ def shift(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, *, by: int =
     """
     refuse_transforms("shift")
     rows = x.shape[0] if isinstance(x, Tensor) and not x.is_nested and x.dim() else 0
-    return NEIGHBOURS([x], values_of("shift", plan, comm), "shift", by, rows)[0]
+    return SHIFT([x], values_of("shift", plan, comm), "shift", by, rows)[0]
 
 
 def halo(x: Tensor, plan: Plan, comm: Comm, *, reach: int) -> Tensor:
@@ -162,7 +162,7 @@ def halo(x: Tensor, plan: Plan, comm: Comm, *, reach: int) -> Tensor:
     refuse_transforms("halo")
     if torch.compiler.is_compiling():
         raise NotImplementedError("halo: not supported in a compiled model; call it outside")
-    rows = NEIGHBOURS([x], [plan, comm], "halo", reach, -1)[0]
+    rows = HALO([x], [plan, comm], "halo", reach, -1)[0]
     return rows.unflatten(0, (-1, reach))
 
 
@@ -229,7 +229,7 @@ def _way_back(
     tensors: Sequence[Tensor], options: tuple[Any, ...], needed: Sequence[int]
 ) -> tuple[CollectiveOp, tuple[Any, ...]]:
     what, reach, *_ = options
-    return NEIGHBOURS, (what, reach, tensors[0].shape[0])
+    return SHIFT if what == "shift" else HALO, (what, reach, tensors[0].shape[0])
 
 
 def _fake(
@@ -238,9 +238,10 @@ def _fake(
     return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-NEIGHBOURS = CollectiveOp("neighbours", _neighbours, adjoint=_way_back)
-NEIGHBOURS.define(
-    1,
-    "(Tensor x, Tensor[] handles, str what, int reach, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)",
-    _fake,
-)
+SHIFT, HALO = (CollectiveOp(what, _neighbours, adjoint=_way_back) for what in ("shift", "halo"))
+for _op in (SHIFT, HALO):
+    _op.define(
+        1,
+        "(Tensor x, Tensor[] handles, str what, int reach, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)",
+        _fake,
+    )

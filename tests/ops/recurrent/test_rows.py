@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import conv1d, silu
 
 import seqpar
 from seqpar import recurrent
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
@@ -293,3 +294,14 @@ def test_gradients_of_complex_rows_are_complex() -> None:
         assert torch.equal(grad, torch.tensor([1 + 2j, 1 + 2j]))
     for grad in second:
         assert torch.equal(grad, torch.tensor([1 + 2j, 0]))
+
+
+@pytest.mark.parametrize("verb", [recurrent.shift, partial(recurrent.halo, reach=1)])
+def test_errors_name_the_verb(verb) -> None:
+    plan, x = Plan(Mask([4]), Layout.contiguous(4, 1)), torch.ones(4, 2)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="^(shift|halo) has no forward-mode") as error,
+    ):
+        verb(forward_ad.make_dual(x, x), plan, LocalComm())
+    assert str(error.value).startswith(getattr(verb, "func", verb).__name__)
