@@ -111,7 +111,7 @@ class Layout(Fact):
     def contiguous(cls, tokens: int, ranks: int) -> Layout:
         """Rank ``r`` holds tokens ``[r * tokens // ranks, (r + 1) * tokens // ranks)``."""
         tokens, ranks = whole("tokens", tokens, 1, MOST), whole("ranks", ranks, 1, RANKS)
-        edge = _parts(np.int64(tokens), ranks)
+        edge = _part(np.arange(ranks + 1), np.int64(tokens), ranks)
         return cls._make(edge[:-1], np.diff(edge), np.arange(ranks), ranks, "contiguous")
 
     @classmethod
@@ -122,13 +122,17 @@ class Layout(Fact):
         document's place in the batch, so that short documents spread over all ranks.
         """
         docs, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
-        first = np.cumsum(docs) - docs
-        chunks = 2 * ranks
-        edge = _parts(docs[:, None], chunks, (first % chunks)[:, None]) + first[:, None]
-        order = np.stack([np.arange(ranks), chunks - 1 - np.arange(ranks)], axis=1)  # [rank, 2] -> chunk
-        start = edge[:, :-1][:, order].transpose(1, 0, 2).reshape(-1)  # rank, document, chunk
-        count = np.diff(edge, axis=1)[:, order].transpose(1, 0, 2).reshape(-1)
-        return cls._make(start, count, np.repeat(np.arange(ranks), 2 * len(docs)), ranks, "zigzag")
+        chunks, edge = 2 * ranks, edges(docs)
+        held = np.minimum(docs, chunks)  # chunks of each document that hold tokens
+        nth, document = expand(np.zeros_like(held), held), np.repeat(np.arange(docs.size), held)
+        tokens, first = docs[document], edge[document]
+        more = first % chunks
+        # In a short document chunks hold at most one token: the nth token is in the first chunk that ends after it.
+        chunk = np.where(tokens < chunks, -((more - chunks * (nth + 1)) // tokens) - 1, nth)
+        start = first + _part(chunk, tokens, chunks, more)
+        count, rank = np.diff(start, append=edge[-1]), np.minimum(chunk, chunks - 1 - chunk)
+        order = order_of(rank, ranks)
+        return cls._make(start[order], count[order], rank[order], ranks, "zigzag")
 
     @classmethod
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:
@@ -194,9 +198,8 @@ class Layout(Fact):
         return f"Layout({self._name}, {self.total} tokens over {self.ranks} ranks)"
 
 
-def _parts(tokens: Ints | np.int64, parts: int, more: Ints | int = 0) -> Ints:
-    """``(n * tokens + more) // parts`` for ``0 <= n <= parts``, even if the products exceed 64 bits."""
-    n = np.arange(parts + 1)
+def _part(n: Ints, tokens: Ints | np.int64, parts: int, more: Ints | int = 0) -> Ints:
+    """Where part ``n`` of ``parts`` begins, ``(n * tokens + more) // parts``, even if the products exceed 64 bits."""
     return n * (tokens // parts) + (n * (tokens % parts) + more) // parts
 
 

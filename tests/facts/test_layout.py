@@ -6,6 +6,8 @@ import itertools
 import pickle
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -73,6 +75,37 @@ def test_zigzag_cuts_every_document_into_chunks_alike(lengths, ranks) -> None:
         rising = chunk_sizes(held, ranks)
         assert rising is None or max(rising) - min(rising) <= 1
         first += n
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 40))
+def test_zigzag_has_the_chunks_of_its_definition(lengths, ranks) -> None:
+    """Chunk k of n tokens begins at (k * n + first) // chunks, where the rounding begins at the document's place."""
+    chunks, first, held = 2 * ranks, 0, [[] for _ in range(ranks)]
+    for n in lengths:
+        edge = [first + (k * n + first % chunks) // chunks for k in range(chunks + 1)]
+        for rank, rows in enumerate(held):
+            for k in (rank, chunks - 1 - rank):
+                rows += range(edge[k], edge[k + 1])
+        first += n
+    layout = Layout.zigzag(lengths, ranks)
+    assert [layout.positions(rank).tolist() for rank in range(ranks)] == held
+    assert layout == Layout(held)
+
+
+def test_zigzag_of_short_documents_takes_memory_for_tokens_not_for_chunks() -> None:
+    lengths = np.full(1000, 20)
+    few, many = (peak_of(lambda ranks=ranks: Layout.zigzag(lengths, ranks)) for ranks in (16, 4096))
+    assert many <= 1.5 * few
+
+
+def peak_of(make: Callable[[], object]) -> int:
+    """The most bytes that a call holds at once."""
+    tracemalloc.start()
+    try:
+        make()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def chunk_sizes(held: np.ndarray, ranks: int) -> list[int] | None:
