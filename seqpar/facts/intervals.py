@@ -160,6 +160,23 @@ def minus(a: Intervals, b: Intervals, tokens: int) -> Intervals:
     return Intervals(a.group[source[left]], lo - base, lo + runs.count[left] - base)
 
 
+def least_over(first: Ints, stop: Ints, values: Ints, size: int, none: int) -> Ints:
+    """For each place below ``size`` the least value of the intervals ``[first, stop)`` that cover it, or ``none``.
+
+    values: at most ``none``. No interval is empty. Each is covered by two stretches of a power of two of places, and
+    each such stretch by its halves: O(intervals + size * log(longest)), however much they overlap.
+    """
+    least = np.full(size, none, np.int64)
+    power = np.frexp(stop - first)[1] - 1
+    for p in range(int(power.max(initial=-1)), -1, -1):
+        # so far an entry stands for the 2**(p + 1) places from its own on; now for half of them
+        np.minimum(least[1 << p :], least[: -(1 << p)], out=least[1 << p :])
+        at = np.flatnonzero(power == p)
+        np.minimum.at(least, first[at], values[at])
+        np.minimum.at(least, stop[at] - (1 << p), values[at])
+    return least
+
+
 def expand(start: Ints, count: Ints, step: Ints | int = 1) -> Ints:
     """All elements of arithmetic progressions, end to end."""
     steps = np.full_like(start, step) if isinstance(step, int) else np.broadcast_to(step, start.shape)

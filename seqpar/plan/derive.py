@@ -137,7 +137,7 @@ class Derived(Fact):
             inner = demand.groups
         elif self.node is None:
             inner = max(d for d in range(1, int(demand.groups**0.5) + 1) if demand.groups % d == 0)
-        return [LOCAL, *ring(demand, group, inner)]
+        return [LOCAL, *ring(demand, group, part.keys, inner)]
 
     def demand(self, width: int) -> Demand:
         """The keys that groups need and own in the documents of one width; cached."""

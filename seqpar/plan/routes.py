@@ -29,13 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.facts.bands import meetings
-from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, order_of, union
+from seqpar.facts.intervals import Holders, Intervals, Runs, cut, distinct, edges, expand, least_over, order_of, union
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo
 from seqpar.plan.steps import Entry, Rows, as_rows
@@ -89,8 +89,6 @@ class StepRoute(NamedTuple):
 
 TAPERED = 8192  # stages of at least this many keys are worth two small ones at the end, with their launches
 
-Group = TypeVar("Group", int, Ints)
-
 # the step in which a rank's queries attend to its own keys
 LOCAL = StepRoute(np.zeros(0, np.int64), {}, {}, {}, {})
 # a step of others, in which nothing comes or goes here
@@ -135,13 +133,6 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
         seen.append((group[source[met.piece[at]]], lo, hi))
     owner, lo, hi = seen[0] if len(seen) == 1 else map(np.concatenate, zip(*seen, strict=True))
     return Needs.of_groups(union(owner, lo, hi, groups, mask.kv_tokens), groups)
-
-
-def _split(keys: NDArray[np.int32], values: Ints, groups: int) -> list[Ints]:
-    """``values`` split by key 0..groups-1, each in the given order."""
-    order = np.argsort(keys.astype(np.int16 if groups < 2**15 else np.int32), kind="stable")
-    edge = np.cumsum(np.bincount(keys, minlength=groups))
-    return np.split(values[order], edge[:-1])
 
 
 class Stages(NamedTuple):
@@ -315,14 +306,17 @@ def gather(demand: Demand, home: int, own_keys: Ints) -> Iterator[StepRoute]:
     yield StepRoute(pos, sends, recvs, recvs, sends, own=own)
 
 
-def ring(demand: Demand, home: int, inner: int) -> Iterator[StepRoute]:
+def ring(demand: Demand, home: int, own_keys: Ints, inner: int) -> Iterator[StepRoute]:
     """Keys go round hop by hop, each only as far as a group downstream sees it.
 
     A row stays in the block up to the last hop at which its holder sees it. Its gradient is summed along the way and
     returns from that holder to the owner.
     """
     groups = demand.groups
-    reach, last, keys_of = demand.memo(("ring", inner), lambda: _ring_facts(demand, inner))
+    seen = demand.memo("seen", lambda: Seen.of(demand))
+    last = demand.memo(("last hop", inner), lambda: _last_hop(demand, seen, inner))
+    if last == 0:
+        return
 
     def owner(hop: int) -> int:
         """The group whose keys home holds after this many hops."""
@@ -331,25 +325,39 @@ def ring(demand: Demand, home: int, inner: int) -> Iterator[StepRoute]:
     def holder(group: int, hop: int) -> int:
         return _holder_at(group, hop, groups, inner)
 
-    block = own_keys = keys_of[home]
+    reach, arrives, goes_on = _downstream(demand, seen, home, inner)
+    own = slice(seen.edge[home], seen.edge[home + 1])
+    first = np.searchsorted(own_keys, seen.lo[own])
+    stop = first + seen.hi[own] - seen.lo[own]
+    onward = _rows_of(first, stop, goes_on[own])
     for t in range(1, last + 1):
-        arriving = keys_of[owner(t)]
-        pos = arriving[reach[arriving] >= t]
-        onward = as_rows(np.flatnonzero(reach[block] >= t))
-        leave = reach[pos]
+        piece = np.arange(seen.edge[owner(t)], seen.edge[owner(t) + 1])
+        piece = piece[arrives[piece]]
+        length = seen.hi[piece] - seen.lo[piece]
+        pos, row, further = expand(seen.lo[piece], length), edges(length), goes_on[piece]
         sends = {holder(owner(t - 1), t): onward}
         recvs: dict[int, Rows] = {holder(owner(t), t - 1): slice(0, pos.size)}
-        grad_sends = {owner(t): as_rows(np.flatnonzero(leave == t))}
-        carry = None
+        grad_sends = {owner(t): _rows_of(row[:-1], row[1:], ~further)}
+        onward, carry = _rows_of(row[:-1], row[1:], further), None
         if t < last:
-            grad_sends[holder(owner(t), t + 1)] = as_rows(np.flatnonzero(leave > t))
+            grad_sends[holder(owner(t), t + 1)] = onward
             carry = holder(owner(t + 1), t)
-        grad_recvs = {holder(home, t): as_rows(np.flatnonzero(reach[own_keys] == t))}
+        grad_recvs = {holder(home, t): _rows_of(first, stop, reach == t)}
         yield StepRoute(pos, sends, recvs, grad_sends, grad_recvs, carry)
-        block = pos
 
 
-def _holder_at(owner: Group, hop: int, groups: int, inner: int) -> Group:
+def _rows_of(first: Ints, stop: Ints, chosen: NDArray[np.bool_]) -> Rows:
+    """The rows of the chosen among ascending pieces ``[first, stop)``."""
+    first, stop = first[chosen], stop[chosen]
+    if first.size == 0:
+        return slice(0, 0)
+    count = stop - first
+    if stop[-1] - first[0] == count.sum():
+        return slice(int(first[0]), int(stop[-1]))
+    return expand(first, count)
+
+
+def _holder_at(owner: int, hop: int, groups: int, inner: int) -> int:
     """The group that holds an owner's keys after this many hops: ``inner - 1`` round the node, then one to the next.
 
     The hop between nodes keeps the place inside the node, so that every rank uses its own link.
@@ -366,23 +374,82 @@ def _owner_at(holder: int, hop: int, groups: int, inner: int) -> int:
     return (node - outer) % (groups // inner) * inner + (place - turn + outer) % inner
 
 
-def _ring_facts(demand: Demand, inner: int) -> tuple[NDArray[np.int32], int, list[Ints]]:
-    """Shared by all ranks' rings: how far each key goes, the last hop of any key, and the keys of each group."""
-    groups = demand.groups
-    reach = hops(demand, inner)
-    keys = np.where(demand.owner < 0, groups, demand.owner)
-    return reach, int(reach.max(initial=0)), _split(keys, np.arange(len(keys)), groups + 1)
+def _hops_to(holder: Ints | int, owner: Ints | int, groups: int, inner: int) -> Ints:
+    """The hop after which a group holds an owner's keys."""
+    (node, place), (home, own) = np.divmod(holder, inner), np.divmod(owner, inner)
+    outer = (node - home) % (groups // inner)
+    return outer * inner + (place - own + outer) % inner
 
 
-def hops(demand: Demand, inner: int) -> NDArray[np.int32]:
-    """For each key the last hop at which its holder sees it, 0 if only its owner does; int32 [kv_tokens]."""
-    groups = demand.groups
-    distance = np.zeros((groups, groups), np.int32)  # [owner, holder] -> hop
-    every = np.arange(groups)
-    for hop in range(groups):
-        distance[every, _holder_at(every, hop, groups, inner)] = hop
-    reach = np.zeros(len(demand.owner), np.int32)
-    for group in range(groups):
-        seen = demand.needs.positions(group)
-        reach[seen] = np.maximum(reach[seen], distance[demand.owner[seen], group])
-    return reach
+class Seen(NamedTuple):
+    """The keys that any group sees, in stretches that the same groups see, and these in pieces of one owner.
+
+    first, stop: the stretches of each interval of the needs; count: a bound of their numbers. lo, hi, stretch: of each
+    piece; the pieces of owner ``o`` are edge[o] to edge[o+1], in position order.
+    """
+
+    first: Ints
+    stop: Ints
+    count: int  # type: ignore[assignment]  # tuple.count is not missed
+    lo: Ints
+    hi: Ints
+    stretch: Ints
+    edge: Ints
+
+    @classmethod
+    def of(cls, demand: Demand) -> Seen:
+        """The keys of one part."""
+        needs = demand.needs
+        breaks = distinct(np.concatenate([needs.lo, needs.hi]))
+        first, stop = np.searchsorted(breaks, needs.lo), np.searchsorted(breaks, needs.hi)
+        size = breaks.size
+        seen = np.flatnonzero(np.cumsum(np.bincount(first, minlength=size) - np.bincount(stop, minlength=size)))
+        lo, hi, owner, source = demand.holders.pieces(breaks[seen], breaks[seen + 1])
+        order = order_of(owner, demand.groups)
+        edge = np.searchsorted(owner[order], np.arange(demand.groups + 1))
+        return cls(first, stop, size, lo[order], hi[order], seen[source[order]], edge)
+
+    def least(self, chosen: NDArray[np.bool_], values: Ints, none: int) -> Ints:
+        """For each stretch the least value of the chosen needs that cover it, ``none`` if none does."""
+        return least_over(self.first[chosen], self.stop[chosen], values[chosen], self.count, none)
+
+
+def _downstream(demand: Demand, seen: Seen, home: int, inner: int) -> tuple[Ints, NDArray[np.bool_], NDArray[np.bool_]]:
+    """How far home's own pieces go; and of every piece, whether home gets it, and whether it then goes on.
+
+    From home keys go round the rest of its node, and then to the nodes before their owner's. So a piece goes on if the
+    next place in home's node, or the next node, that sees it comes early enough.
+    """
+    groups, group = demand.groups, demand.needs.group
+    nodes, hop = groups // inner, _hops_to(group, home, groups, inner)
+    node, place = (group // inner - home // inner) % nodes, (group - home) % inner
+    here, near = group == home, node == 0
+    beside = seen.least(near & ~here, place, inner)[seen.stretch]
+    beyond = seen.least(~near, node, nodes)[seen.stretch]
+    met = seen.least(here, place, inner)[seen.stretch] == 0
+    at_home = _hops_to(home, np.arange(groups), groups, inner)  # when home holds the keys of each owner
+    outer, turn = np.divmod(np.repeat(at_home, np.diff(seen.edge)), inner)
+    goes_on = (beside < inner - turn) | (beyond < nodes - outer)
+    reach = -seen.least(hop > 0, -hop, 0)[seen.stretch[seen.edge[home] : seen.edge[home + 1]]]
+    return reach, met | goes_on, goes_on
+
+
+def _last_hop(demand: Demand, seen: Seen, inner: int) -> int:
+    """The last hop at which any holder sees a key.
+
+    64 groups at a time are bits of a word: which of them see a stretch, and then which see any key of an owner.
+    """
+    needs, groups, last = demand.needs, demand.groups, 0
+    owners, bit_of = np.flatnonzero(np.diff(seen.edge)), np.arange(64, dtype=np.uint64)
+    for base in range(0, groups, 64):
+        part = slice(needs.edge[base], needs.edge[min(base + 64, groups)])
+        bit = np.uint64(1) << (needs.group[part] - base).astype(np.uint64)
+        bits = np.zeros(seen.count, np.uint64)
+        np.add.at(bits, seen.first[part], bit)
+        np.subtract.at(bits, seen.stop[part], bit)
+        sees = np.bitwise_or.reduceat(np.cumsum(bits, out=bits)[seen.stretch], seen.edge[owners])
+        owner, group = np.nonzero(sees[:, None] >> bit_of & np.uint64(1))
+        last = max(last, int(_hops_to(base + group, owners[owner], groups, inner).max(initial=0)))
+        if last == groups - 1:
+            break
+    return last

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.facts.intervals import Holders, cut, expand, interval_of, order_of, runs_of
+from seqpar.facts.intervals import Holders, cut, expand, interval_of, least_over, order_of, runs_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 
@@ -341,6 +341,14 @@ def test_cut_runs_hold_the_same_rows_and_no_break(positions, breaks) -> None:
     assert (np.bincount(source, piece.count, len(runs.start)) == runs.count).all()
     for b in breaks:
         assert not ((piece.start < b) & (b <= piece.last)).any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(-9, 9)), max_size=12))
+def test_the_least_value_over_a_place_is_that_of_the_intervals_that_cover_it(intervals) -> None:
+    size = max((first + count for first, count, _ in intervals), default=3)
+    first, count, values = np.array(intervals, np.int64).reshape(-1, 3).T
+    expected = [min([v for a, n, v in intervals if a <= at < a + n], default=9) for at in range(size)]
+    assert least_over(first, first + count, values, size, 9).tolist() == expected
 
 
 def test_long_layouts_have_few_runs() -> None:
