@@ -201,19 +201,22 @@ def cut(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:
         return _cut_ascending(runs, breaks)
     lower = np.searchsorted(breaks, runs.start, side="right")
     pieces = np.searchsorted(breaks, runs.last, side="right") - lower + 1
-    source = np.repeat(np.arange(len(pieces)), pieces)
-    nth = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    crowded = pieces > runs.count  # these runs have fewer rows than breaks: each row is tried, instead of each break
+    tried = np.minimum(pieces, runs.count)
+    source, row = np.repeat(np.arange(tried.size), tried), expand(np.zeros_like(tried), tried)
     start, step = runs.start[source], runs.step[source]
-    row = np.zeros_like(source)
-    later = nth > 0
-    at = breaks[(lower[source] + nth - 1)[later]]
+    later = np.flatnonzero((row > 0) & ~crowded[source])
+    at = breaks[lower[source[later]] + row[later] - 1]
     row[later] = -((start[later] - at) // step[later])  # first row at or after the break
+    begins = np.append(True, (source[1:] != source[:-1]) | (row[1:] > row[:-1]))[: source.size]
+    each = np.flatnonzero(crowded[source])
+    passed = np.searchsorted(breaks, start[each] + step[each] * row[each], side="right")
+    begins[each] = (row[each] == 0) | (np.diff(passed, prepend=-1) > 0)
+    source, row, start, step = source[begins], row[begins], start[begins], step[begins]
     end = np.append(row[1:], 0)
     final = np.append(source[1:] != source[:-1], True)[: source.size]
-    end[final] = runs.count[source][final]
-    kept = end > row
-    piece = Runs((start + step * row)[kept], (end - row)[kept], step[kept])
-    return piece, source[kept]
+    end[final] = runs.count[source[final]]
+    return Runs(start + step * row, end - row, step), source
 
 
 def _cut_ascending(runs: Runs, breaks: Ints) -> tuple[Runs, Ints]:

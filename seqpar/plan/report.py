@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from seqpar.facts.intervals import distinct
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints
+from seqpar.facts.value import MOST, Ints
 from seqpar.plan.counts import Floats, Load, load_of, node_of
 from seqpar.plan.derive import Derived
-from seqpar.plan.steps import Part, Step, count
+from seqpar.plan.steps import Part, count
 
 RANKS = 64  # plans of more ranks get no line per rank
 ROWS = 1 << 28  # nor do plans whose lines would have to visit more rows
@@ -49,7 +49,7 @@ def describe(plan: Derived) -> str:
     load = load_of(plan)
     lines += [_cuts(plan, load), *_spread(load)]
     if shown:
-        lines += _by_rank(plan)
+        lines += _by_rank(plan, load)
     return "\n".join(lines + ([] if plan.forecast is None else [str(plan.forecast)]))
 
 
@@ -111,13 +111,12 @@ def _spread(load: Load) -> list[str]:
     return columns(lines, (-22, *(16,) * 6, 10))
 
 
-def _by_rank(plan: Derived) -> list[str]:
+def _by_rank(plan: Derived, load: Load) -> list[str]:
     area = plan.mask.area()
     lines: list[tuple[str, ...]] = [("rank", "rows", "tokens", "area", "of mean", "keys in", "from", "steps")]
     for rank in range(plan.ranks):
         steps = plan.steps(rank)
-        # Inside a head trade each member computes the group's whole area for its share of the heads.
-        computed = sum(s.area / s.part.width for s in steps)
+        computed = float(load.area[rank])
         keys = sum(count(r) for s in steps for r in s.recvs.values()) + sum(s.entry.rows for s in steps if s.entry)
         peers = {p for s in steps for p in (*s.recvs, *(s.entry.recvs if s.entry else ()))} | {
             m for s in steps for m in s.part.members if m != rank
@@ -159,8 +158,7 @@ def _merging(plan: Derived, shown: bool) -> str:
     most = 0
     for rank in range(plan.ranks if shown else 0):
         for part in (s.part for s in plan.steps(rank) if s.first):
-            met = [_met(s, part) for s in plan.steps(rank) if s.part is part]
-            most = max(most, int(np.sum(met, axis=0).max(initial=0)))
+            most = max(most, _most_met(part, [s.pos for s in plan.steps(rank) if s.part is part]))
     return (
         f"merged over {f'up to {most}' if most else 'several'} steps in float32, or float64; a kernel that rounds its "
         "results (aten_flash, cudnn, flash2, flash3, flash4) rounds each of them, so auto takes none of these, except "
@@ -168,7 +166,23 @@ def _merging(plan: Derived, shown: bool) -> str:
     )
 
 
-def _met(step: Step, part: Part) -> NDArray[np.bool_]:
-    """The query rows that see keys of a step, as a mask."""
-    met = [np.searchsorted(step.pos, lo) < np.searchsorted(step.pos, hi) for lo, hi, _ in part.bands]
-    return np.any(met, axis=0)
+def _most_met(part: Part, keys: list[Ints]) -> int:
+    """The most steps that a query row sees keys of. keys: of each step of the part, ascending."""
+    rows = _unlike(part, keys)
+    bands = [(lo[rows], hi[rows]) for lo, hi, _ in part.bands]
+    met = np.zeros(rows.size, np.int64)
+    for at in keys:
+        met += np.any([np.searchsorted(at, lo) < np.searchsorted(at, hi) for lo, hi in bands], axis=0)
+    return int(met.max(initial=0))
+
+
+def _unlike(part: Part, keys: list[Ints]) -> Ints:
+    """Query rows of which one sees keys of as many steps as any: those that see other runs than the row before."""
+    first = [at[np.diff(at, prepend=-2) > 1] for at in keys]
+    stop = [at[np.diff(at, append=MOST + 2) > 1] + 1 for at in keys]
+    breaks = distinct(np.concatenate([*first, *stop]))
+    unlike = np.arange(part.pos.size) == 0
+    for lo, hi, _ in part.bands:
+        for where in (breaks.searchsorted(lo, "right"), breaks.searchsorted(hi), lo < hi):
+            unlike[1:] |= where[1:] != where[:-1]
+    return np.flatnonzero(unlike)

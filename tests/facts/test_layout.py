@@ -341,6 +341,16 @@ def test_cut_runs_hold_the_same_rows_and_no_break(positions, breaks) -> None:
     assert (np.bincount(source, piece.count, len(runs.start)) == runs.count).all()
     for b in breaks:
         assert not ((piece.start < b) & (b <= piece.last)).any()
+    between = np.searchsorted(sorted(breaks), piece.start, side="right")
+    assert len(set(zip(source, between, strict=True))) == source.size, "no piece is cut in vain"
+
+
+def test_cut_tries_no_more_breaks_than_a_run_has_rows() -> None:
+    tokens, breaks = 1 << 14, np.arange(0, 1 << 14, 3)
+    few, many = (
+        peak_of(lambda ranks=ranks: cut(Layout.striped(tokens, ranks).all_runs()[0], breaks)) for ranks in (8, 4096)
+    )
+    assert many <= 1.5 * few
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(-9, 9)), max_size=12))

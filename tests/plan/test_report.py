@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
 from seqpar.plan.counts import fetched_between, load_of, node_of
-from seqpar.plan.report import _spread, told_by_rank
+from seqpar.plan.report import _by_rank, _most_met, _spread, _unlike, told_by_rank
 from seqpar.plan.steps import count
-from tests.cases import Case, cases, examples, node_cases
+from tests.cases import EVERY, Case, cases, examples, node_cases
 
 
 @examples(60)
@@ -69,6 +69,33 @@ def test_describe_says_what_partial_results_cost() -> None:
     assert "partial results: merged over up to 4 steps in float32" in ring
     assert 'except with accuracy="fast", for at most 1.5 times the error of one step' in ring
     assert "none merged, every row has one step" in Plan(Mask([8] * 4), Layout.contiguous(32, 4)).describe()
+
+
+@examples(60)
+@given(st.one_of(cases(masks=EVERY), node_cases(masks=EVERY)))
+def test_lines_of_ranks_are_those_of_their_steps_row_by_row(case: Case) -> None:
+    plan = case.plan()
+    load, steps = load_of(plan), [plan.steps(rank) for rank in range(plan.ranks)]
+    # Inside a head trade each member computes the group's whole area for its share of the heads.
+    area = np.array([sum(s.area / s.part.width for s in mine) for mine in steps])
+    assert _by_rank(plan, load) == _by_rank(plan, load._replace(area=area))
+    for part in (s.part for mine in steps for s in mine if s.first):
+        keys = [s.pos for mine in steps for s in mine if s.part is part]
+        met = np.zeros(part.pos.size, int)
+        for at in keys:
+            met += np.any([(lo[:, None] <= at) & (at < hi[:, None]) for lo, hi, _ in part.bands], axis=(0, 2))
+        assert _most_met(part, keys) == met.max(initial=0)
+
+
+@pytest.mark.parametrize("documents", [1, 64])
+def test_describe_looks_at_few_rows_in_every_step(documents: int) -> None:
+    for tokens in (1 << 14, 1 << 17):
+        plan = Plan(Mask([tokens // documents] * documents), Layout.contiguous(tokens, 8), stage_bytes=tokens << 4)
+        assert "steps are those for" in plan.describe()
+        for rank in range(8):
+            steps = plan.steps(rank)
+            assert not any("bands" in vars(step) for step in steps), "no step's pairs are counted"
+            assert len(_unlike(steps[0].part, [s.pos for s in steps])) <= 2 * len(steps) + 2 * documents
 
 
 @pytest.mark.parametrize("transport", ["fetch", "ring", "gather"])
