@@ -271,7 +271,7 @@ def _places(size: int, unit: int, random: np.random.Generator) -> Ints:
 
 
 def _moved(few: Ints, own: Ints, random: np.random.Generator) -> Ints:
-    """One of few rows for each place, at random, whose position is not that of the row there, as far as possible."""
+    """One of few rows for each place, at random, and as far as possible of another position than that place's own."""
     at = random.integers(len(few), size=len(own))
     for same in (lambda source, places: own[source] == own[places], lambda source, places: source == places):
         again = np.flatnonzero(same(few[at], np.arange(len(own))))
