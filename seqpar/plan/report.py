@@ -177,7 +177,7 @@ def _most_met(part: Part, keys: list[Ints]) -> int:
 
 
 def _unlike(part: Part, keys: list[Ints]) -> Ints:
-    """Query rows of which one sees keys of as many steps as any: those that see other runs than the row before."""
+    """The query rows that see other runs of keys than the row before; the rows after each see keys of its steps."""
     first = [at[np.diff(at, prepend=-2) > 1] for at in keys]
     stop = [at[np.diff(at, append=MOST + 2) > 1] + 1 for at in keys]
     breaks = distinct(np.concatenate([*first, *stop]))

@@ -78,6 +78,9 @@ def test_lines_of_ranks_are_those_of_their_steps_row_by_row(case: Case) -> None:
     load, steps = load_of(plan), [plan.steps(rank) for rank in range(plan.ranks)]
     # Inside a head trade each member computes the group's whole area for its share of the heads.
     area = np.array([sum(s.area / s.part.width for s in mine) for mine in steps])
+    if (plan.widths % 3 == 0).any():  # thirds are not exact, so a half may be rounded up or down
+        np.testing.assert_allclose(load.area, area)
+        area = load.area
     assert _by_rank(plan, load) == _by_rank(plan, load._replace(area=area))
     for part in (s.part for mine in steps for s in mine if s.first):
         keys = [s.pos for mine in steps for s in mine if s.part is part]
