@@ -28,14 +28,14 @@ MOST = 100.0  # sizes of its column that an element counts at most in a sum, so 
 Sample = dict[int, Tensor]  # dim of the rows -> elements [places, ...]; under -1 those of a tensor without rows
 
 
-class RowRange(NamedTuple):
+class SumRange(NamedTuple):
     """The least and the largest sum [rows, 2] of each row, of elements in units of the sizes [columns]."""
 
     sizes: Tensor
     sums: Tensor
 
 
-Ranges = dict[int, RowRange]  # by the dim of the rows
+Ranges = dict[int, SumRange]  # by the dim of the rows
 
 
 class Positions(NamedTuple):
@@ -122,12 +122,12 @@ class ShuffledRows:
             if real(x).numel() != sizes.numel() * x.shape[dim]:
                 continue  # of another shape, which samples show
             if not second:
-                ranges[dim] = RowRange(sizes, _sums(x, dim, distinct, sizes)[:, None].expand(-1, 2))
+                ranges[dim] = SumRange(sizes, _sums(x, dim, distinct, sizes)[:, None].expand(-1, 2))
                 continue
             sums, number = _sums(x, dim, at, sizes), torch.from_numpy(number).to(x.device)
             both = [sums.new_zeros(len(distinct)).scatter_reduce(0, number, sums, how, include_self=False)
                     for how in ("amin", "amax")]  # fmt: skip
-            ranges[dim] = RowRange(sizes, torch.stack(both, 1))
+            ranges[dim] = SumRange(sizes, torch.stack(both, 1))
         return ranges
 
 

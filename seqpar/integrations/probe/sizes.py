@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PART = 0.01  # of a row's size: a smaller element is a difference of larger ones, with their rounding
+PART = 0.01  # of a row's size: a smaller element is the difference of larger ones, and has their rounding
 SOME = 1024  # columns, enough to tell a row's size
 BESIDE = 30  # times an element's own size, at most, beside much larger elements
 TINY = 1e-30
