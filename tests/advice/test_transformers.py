@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import run_processes, run_threads
+from seqpar.train import sync_gradients
 from tests.advice.remedies import advised
 
 pytest.importorskip("transformers")
@@ -328,6 +329,40 @@ def test_a_loss_that_was_replaced_is_computed_outside() -> None:
         with advised(NotImplementedError, "leave labels out and compute the loss from what it returns"):
             model(**BATCH)
         assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
+
+
+def test_a_class_that_gets_another_forward_is_made_parallel_again() -> None:
+    model = llama()
+
+    class Tripled(type(model)):  # type: ignore[misc]
+        def forward(self, **named: Any) -> Any:
+            out = super().forward(**named)
+            out.loss = None if out.loss is None else out.loss * 3
+            return out
+
+    handle = seqpar.parallelize(model, LocalComm())
+    model.__class__ = Tripled
+    with advised(NotImplementedError, "call undo() of the handle and parallelize the model again"):
+        model(**BATCH)
+    handle.undo()
+    with seqpar.parallelize(model, LocalComm()):
+        assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
+
+
+def test_a_replicated_batch_has_its_own_loss_divided_by_the_ranks() -> None:
+    plain = llama()
+    _own_loss(plain).backward()
+
+    def rank(comm: Comm) -> nn.Module:
+        model = llama()
+        seqpar.parallelize(model, comm, source="replicated")
+        (_own_loss(model) / comm.size).backward()
+        sync_gradients(model.parameters(), comm)
+        return model
+
+    for model in run_threads(2, rank):
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_of_the_models_own_is_computed_outside() -> None:

@@ -118,7 +118,8 @@ def parallelize(
 
     plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, except that each rank computes
     its own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
-    batch, or "replicated", all bring the same. in_place: keep the name of the model's attention implementation, for
+    batch, or "replicated", all bring the same; of a loss that you compute from outputs every rank then sends the whole
+    gradient, so divide it by ``comm.size``. in_place: keep the name of the model's attention implementation, for
     models that compare names; transformers' functions of that name then serve parallel models and all others. accuracy,
     deterministic: as in `seqpar.attention`.
 
@@ -166,6 +167,7 @@ class ParallelTransformer(ParallelModel):
         self._before = self.text.config._attn_implementation
         self._name = self._before if in_place else KEY
         self._loss_function = getattr(model, "loss_function", None)
+        self._written: dict[nn.Module, Any] = {}  # the forwards of the classes of the model and of its base
         try:
             with agreement("parallelize", comm, every=True) as call:
                 numerics = Numerics.checked(accuracy, deterministic)
@@ -277,10 +279,13 @@ class ParallelTransformer(ParallelModel):
     def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
         """Make the forward of a module, the model or its base, run on all ranks."""
         before, whole = module.forward, module is self.model
+        self._written[module] = type(module).forward
         headed = "forward" in module.__dict__  # a head of another library wraps it already, and calls the base model
 
         @wraps(before)
         def forward(*args: Any, **named: Any) -> Any:
+            if args and args[0] is module:  # bound to it once more, as by accelerate's unwrap_model
+                args = args[1:]
             if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
             if whole and self.fit.at_home is not None:
@@ -507,6 +512,11 @@ class ParallelTransformer(ParallelModel):
         arguments = self._named(module, args, named)
         numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         who = type(module).__name__
+        if any(type(each).forward is not written for each, written in self._written.items()):
+            return arguments, NotImplementedError(
+                f"{who}, whose class has another forward than when the model was made parallel: it would not run; call "
+                "undo() of the handle and parallelize the model again"
+            )
         if self.model.training and _adds_noise(self.model):
             return arguments, NotImplementedError(
                 f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "

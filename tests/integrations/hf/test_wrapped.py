@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
@@ -194,6 +195,15 @@ def test_hooks_of_the_head_are_called(kind: str) -> None:
 
     for got, expected in zip(gradients(parallel=True), gradients(parallel=False), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_forward_that_is_bound_to_the_model_once_more_gets_its_arguments() -> None:
+    model, batch = build("llama"), batches("right", 1)[0]
+    with seqpar.parallelize(model, LocalComm()):
+        expected = model(**batch).loss
+        model.forward = types.MethodType(model.forward, model)
+        ids = batch.pop("input_ids")
+        assert torch.equal(model(ids, **batch).loss, expected)
 
 
 def test_a_loss_function_that_is_replaced_later_is_refused_and_not_left_out() -> None:
