@@ -896,6 +896,21 @@ def test_what_a_model_keeps_since_an_earlier_forward_is_nothing_new() -> None:
     assert run_threads(2, on_a_rank) == [4, 4]
 
 
+def summed(kind: type[nn.Module], spec: Spec, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Compare gradients under grad="sum", of a loss divided by the ranks, with those of one process."""
+
+    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
+        model = made(kind)
+        if comm.size > 1:
+            parallelize(model, comm, spec, grad="sum", plan=SHARDED)
+        out = model(X)
+        (loss(model, out) / comm.size).backward()
+        return {"out": out.detach(), **{f"d {n}": p.grad for n, p in model.named_parameters()}}
+
+    (want,) = run_threads(1, on_a_rank)
+    compared(run_threads(2, on_a_rank), want)
+
+
 class Penalized(Clip):
     def forward(self, x: Tensor) -> Tensor:
         self.penalty = self.enter(x).square().mean()
@@ -906,17 +921,7 @@ def test_a_penalty_that_the_model_keeps_counts_once_for_each_rank() -> None:
     spec = replace(SPEC, model="Penalized")
     for said in refused(Penalized(), spec):
         assert said.endswith('it keeps penalty; give grad="sum" and divide the loss by the number of ranks'), said
-
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
-        model = made(Penalized)
-        if comm.size > 1:
-            parallelize(model, comm, spec, grad="sum", plan=SHARDED)
-        out = model(X)
-        ((out.square().sum() + model.penalty) / comm.size).backward()
-        return {"out": out.detach(), **{f"d {n}": p.grad for n, p in model.named_parameters()}}
-
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(2, on_a_rank), want)
+    summed(Penalized, spec, lambda model, out: out.square().sum() + model.penalty)
 
 
 class Refined(Clip):
@@ -935,17 +940,7 @@ def test_parameters_after_the_exit_are_for_a_loss_that_is_summed() -> None:
     spec = replace(SPEC, model="Refined", outside=("enter", "refine"))
     for said in refused(Refined(), spec):
         assert said.endswith('comes after the exit, give grad="sum" and divide the loss by the number of ranks'), said
-
-    def on_a_rank(comm: Comm) -> dict[str, Tensor]:
-        model = made(Refined)
-        if comm.size > 1:
-            parallelize(model, comm, spec, grad="sum", plan=SHARDED)
-        out = model(X)
-        (out.square().sum() / comm.size).backward()
-        return {"out": out.detach(), **{f"d {n}": p.grad for n, p in model.named_parameters()}}
-
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(2, on_a_rank), want)
+    summed(Refined, spec, lambda model, out: out.square().sum())
 
 
 # --- random numbers and state -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -110,9 +110,7 @@ class ModelRecipe:
         others = {name: value for name, value in arguments.items() if name not in known and value is not None}
         if missing := sorted(name for name, value in others.items() if not _is_default(model, name, value)):
             raise NotImplementedError(f"diffusers: {name_of(model)} with {', '.join(missing)} is not supported")
-        parameters = inspect.signature(type(model).forward).parameters.items()
-        needed = [name for name, x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
-        if missing := sorted({*needed[1:]} - {*arguments}):
+        if missing := sorted(_needed(type(model)) - {*arguments}):
             raise TypeError(f"diffusers: {name_of(model)} got no {', no '.join(missing)}")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
@@ -161,6 +159,14 @@ class ModelRecipe:
                 array = np.arange(text) < valid.detach().sum(1, keepdim=True, dtype=torch.int).cpu().numpy()
             seen = None if array.all() else array.tobytes()
         return TokenCounts(x.shape[0], **counts, valid=seen)
+
+
+@cache
+def _needed(kind: type[nn.Module]) -> frozenset[str]:
+    """The arguments without which a model cannot be called."""
+    parameters = inspect.signature(kind.forward).parameters.items()
+    needed = [name for name, x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    return frozenset(needed[1:])
 
 
 def _is_default(model: nn.Module, name: str, value: Any) -> bool:

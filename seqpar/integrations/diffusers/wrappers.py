@@ -27,7 +27,7 @@ def attending(
     if run.calls != before + expected:
         raise NotImplementedError(
             f"diffusers: {type(module.processor).__name__} made {run.calls - before} calls of "  # type: ignore[union-attr]
-            "F.scaled_dot_product_attention, expected one; give it a processor of diffusers as it is"
+            f"F.scaled_dot_product_attention, expected {expected}; give it a processor of diffusers as it is"
         )
     return out
 

@@ -17,7 +17,7 @@ from seqpar.plan.steps import count
 
 Received = tuple[Mapping[int, slice], Ints | None]
 
-FAR = 1 << 24  # elements between two rows
+FAR = 1 << 24  # elements between two rows, from which on Triton's kernels refuse them (`check_rows`)
 
 
 def received_keys(step: Step) -> Received:
