@@ -33,7 +33,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
 
     sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention; it takes this rank's rows.
     Planned by stages are the models of diffusers for which `seqpar.dsp` has a spec (Latte), and any model with
-    ``spec=``. Other options depend on the kind of model: see `seqpar.integrations.hf.model.parallelize`,
+    ``spec=``. Other options depend on the kind of model: see `seqpar.integrations.hf.model.ParallelTransformer`,
     `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming the part of the model that several ranks cannot compute; ValueError on every rank
@@ -69,9 +69,9 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
             from seqpar.integrations.hf.vision import ParallelVision
 
             return ParallelVision
-        from seqpar.integrations.hf.model import parallelize as of_transformers
+        from seqpar.integrations.hf.model import ParallelTransformer
 
-        return of_transformers
+        return ParallelTransformer
     if is_of(model, "diffusers", "ModelMixin"):
         from seqpar.integrations.diffusers import parallelize as by_tokens
 

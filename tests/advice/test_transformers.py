@@ -568,3 +568,57 @@ def test_a_model_that_counts_a_ranks_rows_is_made_parallel(kind: str) -> None:
     model.set_attn_implementation("eager")
     with seqpar.parallelize(model, LocalComm()):
         assert loss_of(model) == pytest.approx(expected, rel=1e-5)
+
+
+def test_changes_of_a_parallel_model_come_before_it_is_made_so() -> None:
+    def another_forward(model: Any) -> None:
+        model.forward = lambda **named: type(model).forward(model, **named)
+
+    model = llama()
+    handle = seqpar.parallelize(model, LocalComm())
+    another_forward(model)
+    with advised(NotImplementedError, "call undo() of the handle, replace the forward and parallelize the model again"):
+        model(**BATCH)
+    handle.undo()
+    another_forward(model)
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model)
+
+
+def test_layers_are_replaced_before_a_model_is_made_parallel() -> None:
+    class Half(type(llama().model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+            return super().forward(hidden_states / 2, **named)
+
+    def halved(model: Any) -> None:
+        model.model.layers[0].self_attn.__class__ = Half
+
+    def cumulated(model: Any) -> None:
+        model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+
+    model = llama()
+    with seqpar.parallelize(model, LocalComm()):
+        cumulated(model)
+        with advised(NotImplementedError, "replace them before seqpar.parallelize"):
+            model(**BATCH)
+    model = llama()
+    cumulated(model)
+    with pytest.raises(NotImplementedError, match="tokens meet outside its attention"):
+        seqpar.parallelize(model, LocalComm())
+    model = llama()
+    halved(model)
+    expected = loss_of(model)
+    with seqpar.parallelize(model, LocalComm()):
+        assert loss_of(model) == pytest.approx(expected, rel=1e-5) != LOSS
+
+
+def test_scales_of_logits_are_changed_before_a_model_is_made_parallel() -> None:
+    config = transformers.CohereConfig(**SIZES, logit_scale=1.0)
+    model: Any = transformers.CohereForCausalLM(config).train()
+    with seqpar.parallelize(model, LocalComm()):
+        model.logit_scale = 0.5
+        with advised(NotImplementedError, "change it before seqpar.parallelize"):
+            model(**BATCH)
+    expected = loss_of(model)
+    with seqpar.parallelize(model, LocalComm()):
+        assert loss_of(model) == pytest.approx(expected, rel=1e-5)

@@ -11,6 +11,7 @@ multiply, and products are exact, as rounding would hide small effects.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -70,7 +71,7 @@ class ModelFit(NamedTuple):
     in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its loss by
     num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
     logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has a
-    pooler. at_home: of a head that pools; the rest is then the base model's.
+    pooler. calls: the collective calls of a forward. at_home: of a head that pools; the rest is then the base model's.
     """
 
     rules: frozenset[Rule]
@@ -84,6 +85,7 @@ class ModelFit(NamedTuple):
     softcap: float
     routers: str
     pooled: bool = False
+    calls: int = 0
     at_home: AtHome | None = None
 
     @property
@@ -247,7 +249,18 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         with without_hooks(model):
             routers = _routers(probe, ids, labels, at)
     return ModelFit(
-        frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled
+        frozenset(probe.rules),
+        recurrent,
+        counting,
+        result,
+        shift,
+        loss,
+        by_items,
+        head,
+        softcap,
+        routers,
+        pooled,
+        probe.calls,
     )
 
 
@@ -274,7 +287,8 @@ def _precise(model: nn.Module) -> Iterator[None]:
 class _Probe:
     """Runs of a model on its own.
 
-    rules: the masks that layers asked for. hidden: the base model's last output. rough: whether its products round more
+    rules: the masks that layers asked for. hidden: the base model's last output. calls: the fewest collective calls of
+    a run. rough: whether its products round more
     than fp32's, as those of quantised weights.
     """
 
@@ -282,6 +296,7 @@ class _Probe:
         self.model, self.rules = model, set[Rule]()
         self.state = Forward(self._note, padded=True)
         self.hidden: Tensor | None = None
+        self.calls = sys.maxsize
         self.rough = quantised(model)
 
     def __call__(
@@ -295,10 +310,13 @@ class _Probe:
         hook = None if base is self.model else base.register_forward_hook(self._keep)
         inner = {} if text is self.model else {"forward": partial(self._on_rows, text.forward)}
         state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
+        comm = LocalComm()
         try:
-            with parallel(plan, LocalComm()), replaced(text, inner), forward(state):
+            with parallel(plan, comm), replaced(text, inner), forward(state):
                 given = plain(self.model) | hiding(self.model) | options
-                return self.model.forward(input_ids=ids[None], return_dict=True, **given)
+                out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
+            self.calls = min(self.calls, comm.next_call())
+            return out
         finally:
             if hook is not None:
                 hook.remove()
@@ -428,14 +446,17 @@ def softcap_of(model: PreTrainedModel) -> float:
     return float(next((cap for cap in caps if cap), 0.0))
 
 
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """Logits with their softcap; as they are if that is 0."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 def _head(probe: _Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
     """The layer that makes logits of hidden states, if only it and a softcap are between them."""
     head, softcap = probe.model.get_output_embeddings(), softcap_of(probe.model)
     if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:
         return None, 0.0
-    logits = head(hidden.to(head.weight.dtype))  # a residual in fp32 leaves them wider
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = softcapped(head(hidden.to(head.weight.dtype)), softcap)  # a residual in fp32 leaves them wider
     return (head, softcap) if _same(logits, whole["logits"], logits.abs().max()) else (None, 0.0)
 
 

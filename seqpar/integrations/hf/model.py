@@ -10,52 +10,53 @@ FSDP2, adapters): at that point parameters are whole, and losses are visible.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from functools import cache, partial, wraps
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.data import Share, back
-from seqpar.data.batch import FACTS, Reading, read
-from seqpar.data.host import moved, read_entries
+from seqpar.data.batch import Reading, read
+from seqpar.data.host import moved
 from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
 from seqpar.integrations.adapters import acting_adapters, adapted, unfit_adapters
+from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
-from seqpar.integrations.hf.attention import (
-    KEY,
-    NUMERICS,
-    Forward,
-    enter,
-    forward,
-    implementation,
-    inside,
-    nested,
-    occupied,
-    planned,
-)
+from seqpar.integrations.hf.attention import KEY, NUMERICS, Forward, enter, forward, implementation, occupied, planned
 from seqpar.integrations.hf.config import ASKED
-from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, asks, balance, can_ask, weight_of
-from seqpar.integrations.hf.fit import PER_TOKEN, fitting, plain, softcap_of, text_of
+from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
+from seqpar.integrations.hf.fit import PER_TOKEN, fitting, plain, softcap_of, softcapped, text_of
 from seqpar.integrations.hf.generation import generators
-from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, misread, pad_of, pooled_of
+from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, pad_of, pooled_of
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.positions import COLUMNS, COUNTED, counted, counts
+from seqpar.integrations.hf.positions import COUNTED, counted, counts
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, mix, mixers, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
+from seqpar.integrations.hf.request import (
+    DOCUMENTS,
+    LABELS,
+    OF_LOSS,
+    ROWS,
+    UNREAD,
+    Request,
+    Served,
+    arguments_of,
+    count_of,
+    parameters,
+)
 from seqpar.integrations.hf.rotary import length_of, lengthy, turn
 from seqpar.integrations.hf.unlisted import sees_places, unlisted
 from seqpar.integrations.hf.worth import Worth
@@ -73,34 +74,8 @@ from seqpar.train.sums import sum_under
 
 Planner = Callable[[Ints, int], Plan]
 
-# Entries of a batch with a value per token, and entries that mark documents.
-ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
-DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # not taken by a base model
-OPTIONS = ("num_items_in_batch", "output_hidden_states", ASKED, "return_dict")
-# Keywords whose value may be without effect.
-IDLE = {
-    "use_cache": (False,), "output_attentions": (False,), "logits_to_keep": (0,),
-    "fused_lm_head": (False,),
-}  # fmt: skip
-# Columns that callers hand on and no model reads: TRL's `RewardTrainer` has the margin of a pair.
-UNREAD = ("margin",)
-# The document of each token, for convolutions and recurrences: attention on one device ignores it.
-UNSEEN = ("seq_idx",)
 
-
-def parallelize(
-    model: PreTrainedModel,
-    comm: Comm,
-    *,
-    plan: Planner | None = None,
-    source: str = "sharded",
-    average_over: int = 1,
-    logits: bool = False,
-    in_place: bool = False,
-    accuracy: Accuracy = "exact",
-    deterministic: bool = True,
-) -> ParallelTransformer:
+class ParallelTransformer(ParallelModel):
     """The handle of a transformers model that takes ordinary batches and computes them on all ranks. A collective.
 
     A forward pass is a collective and computes the union of the ranks' batches: ``input_ids`` [B, S] (or
@@ -116,29 +91,20 @@ def parallelize(
     training with labels ``out.logits`` is None unless ``logits=True``: the loss is computed in chunks, without
     ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads make them, are parallel too.
 
-    plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the model's shape, except that each rank computes
-    its own documents where spreading them gains less time than it costs. source: "sharded", every rank brings its own
-    batch, or "replicated", all bring the same; of a loss that you compute from outputs every rank then sends the whole
-    gradient, so divide it by ``comm.size``. in_place: keep the name of the model's attention implementation, for
-    models that compare names; transformers' functions of that name then serve parallel models and all others. accuracy,
-    deterministic: as in `seqpar.attention`.
+    model, comm: as given to `seqpar.parallelize`. plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the
+    model's shape, except that each rank computes its own documents where spreading them gains less time than it costs.
+    source: "sharded", every rank brings its own batch, or "replicated", all bring the same; of a loss that you compute
+    from outputs every rank then sends the whole gradient, so divide it by ``comm.size``. logits: may be changed at any
+    time, equally on all ranks. in_place: keep the name of the model's attention implementation, for models that compare
+    names; transformers' functions of that name then serve parallel models and all others. accuracy, deterministic: as
+    in `seqpar.attention`.
+
+    fit: the findings on the model. text: the module whose rows are shared: the model, or the text model inside it.
+    entries: those of a batch with a value per token; optional: of these, those that a rank may lack. returned: outputs
+    besides those with a row per token.
 
     Raises: NotImplementedError naming every part of the model, or of a batch, that several ranks cannot compute;
     TypeError for a plan that is not a function.
-    """
-    return ParallelTransformer(
-        model, comm, plan=plan, source=source, average_over=average_over, logits=logits, in_place=in_place,
-        accuracy=accuracy, deterministic=deterministic,
-    )  # fmt: skip
-
-
-class ParallelTransformer(ParallelModel):
-    """A transformers model whose forwards are computed on all ranks.
-
-    model, comm: as given to `seqpar.parallelize`. fit: the findings on the model. logits: whether training with labels
-    returns logits, which are otherwise None; may be changed at any time, equally on all ranks. text: the module whose
-    rows are shared: the model, or the text model inside it. entries: those of a batch with a value per token; optional:
-    of these, those that a rank may lack. returned: outputs besides those with a row per token.
     """
 
     entries: tuple[str, ...] = ROWS
@@ -166,8 +132,6 @@ class ParallelTransformer(ParallelModel):
         self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
         self._before = self.text.config._attn_implementation
         self._name = self._before if in_place else KEY
-        self._loss_function = getattr(model, "loss_function", None)
-        self._written: dict[nn.Module, Any] = {}  # the forwards of the classes of the model and of its base
         try:
             with agreement("parallelize", comm, every=True) as call:
                 numerics = Numerics.checked(accuracy, deterministic)
@@ -175,7 +139,8 @@ class ParallelTransformer(ParallelModel):
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
                 self._undone.callback(enter(self._before) if in_place else enter(KEY))
-                self._undone.callback(_with_own_configs(model, self.text, self._name))
+                self._configs = OwnConfigs(model, self.text, self._name)
+                self._undone.callback(self._configs.undo)
                 if numerics != Numerics():
                     for module in model.modules():
                         self._undone.enter_context(replaced(module, {NUMERICS: numerics}))
@@ -191,6 +156,8 @@ class ParallelTransformer(ParallelModel):
         except BaseException:
             self._undone.close()
             raise
+        self._afterwards = Afterwards(model, self._name, self.fit.calls)
+        self._served = Served(model, self.fit, self.entries, average_over, self._afterwards)
         self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
@@ -279,19 +246,21 @@ class ParallelTransformer(ParallelModel):
     def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
         """Make the forward of a module, the model or its base, run on all ranks."""
         before, whole = module.forward, module is self.model
-        self._written[module] = type(module).forward
         headed = "forward" in module.__dict__  # a head of another library wraps it already, and calls the base model
 
         @wraps(before)
         def forward(*args: Any, **named: Any) -> Any:
             if args and args[0] is module:  # bound to it once more, as by accelerate's unwrap_model
                 args = args[1:]
+            if not self._running:
+                self._configs.follow()
             if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
             if whole and self.fit.at_home is not None:
                 return self._at_home(self.fit.at_home, before, args, named)
             return self._forward(module, before, args, named)
 
+        self._afterwards.note_forward(module, forward)
         # copying looks up the last two on the instance before anything else
         copies = {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
         self._undone.enter_context(replaced(module, {"forward": forward, PARALLEL: self, **more, **copies}))
@@ -303,31 +272,42 @@ class ParallelTransformer(ParallelModel):
         self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         refuse_transforms(f"parallelize({type(self.model).__name__})")
-        call, own, rows = self._share(module, args, named)
-        hidden: list[Tensor] | None = [] if call.chunked else None
+        request, own, rows = self._share(module, args, named)
+        hidden: list[Tensor] | None = [] if request.chunked else None
         self._hidden, kept = hidden, self._hidden
-        around = self._surround(own)
-        running, self._running = self._running, True
         try:
-            out = before(**rows)
+            out = self._run(before, own, rows)
         except BaseException as error:  # Ctrl-C too
             self._fail(error)
             raise
         finally:
-            _leave(around)
-            self._running, self._hidden = running, kept
+            self._hidden = kept
         try:
-            return self._home(module, call, own, out, hidden)
-        except (ValueError, IndexError) as error:  # of the loss, for this rank's labels
+            return self._home(module, request, own, out, hidden)
+        except (ValueError, IndexError, NotImplementedError) as error:  # for this rank's labels, or its model
             self._fail(error)
             raise
 
     @partial(torch.compiler.disable, recursive=False)
+    def _run(self, before: Callable[..., Any], own: Share, rows: Mapping[str, Any]) -> Any:
+        """The output of a module's own forward for this rank's rows."""
+        around = self._surround(own)
+        running, self._running = self._running, True
+        first = self.comm.next_call()
+        try:
+            out = before(**rows)
+        finally:
+            _leave(around)
+            self._running = running
+        self._afterwards.check_calls(self.comm.next_call() - first - 1)
+        return out
+
+    @partial(torch.compiler.disable, recursive=False)
     def _at_home(self, fit: AtHome, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
-        arguments = dict(zip(_parameters(type(self.model))[1:], args)) | named
-        replaced = self.model.loss_function is not self._loss_function
-        call, kept = HeadCall(fit, self.model, arguments, replaced=replaced), self._head
+        arguments = dict(zip(parameters(type(self.model)), args)) | named
+        call = HeadCall(fit, self.model, arguments, replaced=self._afterwards.loss_replaced)
+        kept = self._head
         whole = arguments.pop("return_dict", None) is not False
         for name in (*UNREAD, "num_items_in_batch"):
             arguments.pop(name, None)
@@ -396,11 +376,15 @@ class ParallelTransformer(ParallelModel):
     @uncompiled
     def _share(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[_Call, Share, dict[str, Any]]:
+    ) -> tuple[Request, Share, dict[str, Any]]:
         """The request, this rank's share of the batch, and the arguments with which the module computes it."""
-        arguments, error = self._arguments(module, args, named)
+        arguments, error = arguments_of(module, args, named), None
+        try:
+            self._check(module, arguments)
+        except Exception as refused:  # all ranks raise it
+            error = refused
         training = torch.is_grad_enabled() and self.model.training
-        labels = any(name in arguments for name in ("labels", "shift_labels"))
+        labels = any(name in arguments for name in LABELS)
         head, layers = self._head, adapted(self.model)
         labelled = labels or (head is not None and head.labels is not None)
         if error is None and (unfit := unfit_adapters(self.model, layers, loss=labelled)):
@@ -414,8 +398,8 @@ class ParallelTransformer(ParallelModel):
                     batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
                 if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
                     error = NotImplementedError(f"a batch for {type(module).__name__}: {reason}")
-                count = self._count_of(items, batch)
-            except Exception as unread:  # all ranks raise it
+                count = count_of(items, batch, replicated=self.source == "replicated")
+            except Exception as unread:
                 error = unread
         routers = bool(arguments.get(ASKED))
         state = self._planner.state()
@@ -455,7 +439,8 @@ class ParallelTransformer(ParallelModel):
             self._worth.note(own)
         logits, chunked = self._output(labels)
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
-        call = _Call(labels, items, return_dict, logits, chunked, routers, state.recomputed)
+        tells = chunked and bool(len(own.positions)) and self._afterwards.scaled
+        request = Request(labels, items, return_dict, logits, chunked, tells, routers, state.recomputed)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         if hidden_states is not None:  # else the configs of the model and its parts decide
@@ -463,8 +448,8 @@ class ParallelTransformer(ParallelModel):
         if routers:
             rows[ASKED] = True
         if chunked:
-            rows["logits_to_keep"] = own.positions.new_zeros(0)
-        return call, own, rows
+            rows["logits_to_keep"] = own.positions.new_zeros(int(tells))
+        return request, own, rows
 
     def _gather(
         self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None
@@ -481,117 +466,16 @@ class ParallelTransformer(ParallelModel):
         logits = self.logits or not (labels and torch.is_grad_enabled() and self.model.training)
         return logits, not logits and self._has_head()
 
-    def _count_of(self, items: Any, batch: Mapping[str, Any]) -> int | None:
-        """num_items_in_batch on the host: read in one copy with all that is read of the batch."""
-        if items is None:
-            return None
-        if isinstance(items, Tensor):
-            if items.numel() != 1:
-                raise ValueError(f"num_items_in_batch has the shape {list(items.shape)}, expected one number of labels")
-            names = [*(batch if self.source == "replicated" else FACTS), "num_items_in_batch"]
-            items = read_entries({**batch, "num_items_in_batch": items}, names)["num_items_in_batch"].item()
-        if not isinstance(items, (int, float)) or not float(items).is_integer():
-            raise ValueError(f"num_items_in_batch is {items!r:.200}, expected a number of labels")
-        return int(items)
-
-    def _named(
-        self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of a call by name, without those that have no effect."""
-        names = _parameters(type(module))[1:]
-        arguments = {n: x for n, x in (dict(zip(names, args)) | dict(named)).items() if x is not None}
-        for name, idle in IDLE.items():
-            if name in arguments and not isinstance(arguments[name], Tensor) and arguments[name] in idle:
-                del arguments[name]
-        return arguments
-
-    def _arguments(
-        self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Exception | None]:
-        """The arguments of a call by name, and the error in them or None."""
-        arguments = self._named(module, args, named)
-        numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
-        who = type(module).__name__
-        if any(type(each).forward is not written for each, written in self._written.items()):
-            return arguments, NotImplementedError(
-                f"{who}, whose class has another forward than when the model was made parallel: it would not run; call "
-                "undo() of the handle and parallelize the model again"
-            )
-        if self.model.training and _adds_noise(self.model):
-            return arguments, NotImplementedError(
-                f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "
-                "documents; leave neftune_noise_alpha out"
-            )
-        if self._head is not None and self._head.error is not None:
-            return arguments, self._head.error
-        if self._head is None and self.fit.pooled:
-            given = (arguments.get(name) for name in ("attention_mask", "input_ids"))
-            if reason := misread(AtHome(left=True), self.model, *given):
-                return arguments, NotImplementedError(
-                    f"attention_mask for {who}: {reason}. Made with add_pooling_layer=False it reads none"
-                )
-        if can_ask(self.model) and not arguments.setdefault(ASKED, asks(self.model)):
-            del arguments[ASKED]
-        if arguments.get(ASKED) and self.fit.routers:
-            return arguments, NotImplementedError(
-                f"{ASKED}=True for {who}: {self.fit.routers}; set it to False, and compute a balance loss from "
-                "means over all ranks' tokens (seqpar.train.token_mean)"
-            )
-        known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
-        known = [n for n in known if n != ASKED or can_ask(self.model)]
-        if inside():
-            return arguments, NotImplementedError(
-                f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
-                "undo() of one of them"
-            )
-        if module is not self.model and torch._C._current_graph_task_id() >= 0:
-            return arguments, NotImplementedError(
-                f"{who} is recomputed in backward as a whole, which is not supported; checkpoint its layers instead"
-            )
-        if (now := self.model.config.get_text_config()._attn_implementation) != self._name:
-            return arguments, NotImplementedError(
-                f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; call undo() "
-                "first and parallelize again"
-            )
-        if unknown := sorted(arguments.keys() - set(known)):
-            return arguments, NotImplementedError(
-                f"{who} on several ranks got {', '.join(unknown)}, supported are {', '.join(known)}; leave it out, or "
-                "run the model on one rank, inside parallelize(...).local()"
-            )
-        counting = self.fit.counting
-        if counting != COLUMNS and "position_ids" not in arguments and not counts(counting, arguments):
-            return arguments, NotImplementedError(
-                f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
-                "position_ids"
-            )
-        if numbered and self.fit.recurrent and not {"position_ids", "cu_seq_lens_q"} & arguments.keys():
-            return arguments, NotImplementedError(
-                f"{who} got {' and '.join(UNSEEN)} without the positions of the documents that it numbers, which its "
-                "attention does not see; give position_ids that start anew with each document, or cu_seq_lens_q too"
-            )
-        labels = "labels" in arguments or "shift_labels" in arguments
-        if labels and self.model.loss_function is not self._loss_function:
-            return arguments, NotImplementedError(
-                f"labels for {who}, whose loss_function was replaced after parallelize: the loss is computed here; "
-                "leave labels out and compute the loss from what it returns"
-            )
-        if self.fit.loss and labels:
-            return arguments, NotImplementedError(
-                f"labels for {who}: {self.fit.loss}; leave them out and compute the loss from what it returns"
-            )
-        if self.average_over != 1 and "num_items_in_batch" in arguments:
-            return arguments, ValueError(
-                f"num_items_in_batch and average_over={self.average_over}: a caller that counts items scales the loss "
-                "for wrappers too, as Trainer does; give parallelize no average_over"
-            )
-        return arguments, None
+    def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        """Settle the arguments of a call; raises as `Served.check`."""
+        self._served.check(module, arguments, self._head)
 
     def _has_head(self) -> bool:
         """Whether the loss can be computed from hidden states: not if the head is sharded or wrapped."""
         head = self.fit.head
         return (
             head is not None
-            and "logits_to_keep" in _parameters(type(self.model))
+            and "logits_to_keep" in parameters(type(self.model))
             and self.model.get_output_embeddings() is head
             and type(head) is nn.Linear
             and not isinstance(head.weight, DTensor)
@@ -605,12 +489,12 @@ class ParallelTransformer(ParallelModel):
             self._hidden.append(out[0])
 
     @uncompiled
-    def _home(self, module: PreTrainedModel, call: _Call, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
+    def _home(self, module: PreTrainedModel, asked: Request, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """The model's output for this rank's own batch, with the loss of all batches."""
         if self._head is not None:
             self._head.share = own
         results = {field.name: getattr(out, field.name) for field in fields(out)}
-        served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if call.routers else ()), *self.fit.pooled * (POOLER,)}
+        served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if asked.routers else ()), *self.fit.pooled * (POOLER,)}
         if other := [n for n, x in results.items() if x is not None and n not in served]:
             raise NotImplementedError(
                 f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
@@ -620,11 +504,11 @@ class ParallelTransformer(ParallelModel):
         if results.get(LOSS) is not None:
             even = balance(results[LOGITS], self.model, own.plan, self.comm)
             results[LOSS] = _Reported.apply(even.share * self.average_over, even.whole)
-        if call.labels:
-            results["loss"] = self._loss(call, own, results.get("logits"), hidden, even)
+        if asked.labels:
+            results["loss"] = self._loss(asked, own, results.get("logits"), hidden, even)
         for name in PER_TOKEN:
             if results.get(name) is not None:
-                results[name] = back(own, results[name][0]) if call.logits else None
+                results[name] = back(own, results[name][0]) if asked.logits else None
         if results.get(POOLER) is not None:
             results[POOLER] = pooled_of(module, results["last_hidden_state"])
         if results.get("hidden_states") is not None:
@@ -635,14 +519,14 @@ class ParallelTransformer(ParallelModel):
                 )
             results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
         if results.get(LOGITS) is not None:
-            results[LOGITS] = self._router_logits(own, results[LOGITS]) if call.logits else None
+            results[LOGITS] = self._router_logits(own, results[LOGITS]) if asked.logits else None
         if self.fit.recurrent or unlisted(self.model):
             _keep_with(results, own.plan)
-        if call.recomputed:
+        if asked.recomputed:
             for x in _graphs(results):
                 x.register_hook(self._check_awake)
         whole = type(out)(**results)
-        return whole if call.return_dict else whole.to_tuple()
+        return whole if asked.return_dict else whole.to_tuple()
 
     def _check_awake(self, grad: Tensor) -> None:
         """Raise RuntimeError in a backward whose checkpoints would compute layers again on this rank alone."""
@@ -659,18 +543,21 @@ class ParallelTransformer(ParallelModel):
         return tuple(x.reshape(-1, x.shape[-1]) for x in home if isinstance(x, Tensor))
 
     def _loss(
-        self, call: _Call, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
+        self, asked: Request, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
     ) -> Tensor:
         """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
         scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
-        if call.items is not None:  # whose giver also scales for wrappers
+        if asked.items is not None:  # whose giver also scales for wrappers
             scale = {"valid": own.valid}
             if self.fit.by_items:  # a mean over more than this batch
-                scale = {"valid": call.items.reshape(()) if isinstance(call.items, Tensor) else int(call.items)}
+                scale = {"valid": asked.items.reshape(()) if isinstance(asked.items, Tensor) else int(asked.items)}
         labels = own.tensors["labels"]
         if hidden is not None:
             assert self.fit.head is not None
             head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
+            if asked.tells and logits is not None:
+                with torch.no_grad():
+                    self._afterwards.check_logits(logits[0], softcapped(head(rows[:1]), self.fit.softcap))
             part = linear_cross_entropy(
                 rows, head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
             )  # fmt: skip
@@ -678,23 +565,14 @@ class ParallelTransformer(ParallelModel):
             assert logits is not None
             part = cross_entropy(logits[0], labels, **scale)
         if even is not None:
-            weight = weight_of(self.model) * (1 if call.items is not None else self.average_over)
+            weight = weight_of(self.model) * (1 if asked.items is not None else self.average_over)
             part = part + (weight * even.share).to(part)
-        if call.items is not None:
+        if asked.items is not None:
             return part
         whole = sum_under(
             part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
         )
         return _Reported.apply(part, whole / self.average_over)  # type: ignore[no-any-return]
-
-
-def _adds_noise(model: PreTrainedModel) -> bool:
-    """Whether NEFTune's hook is on the embedding."""
-    try:
-        hooks = model.get_input_embeddings()._forward_hooks
-    except NotImplementedError:  # of a model without one
-        return False
-    return any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks.values())
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -706,12 +584,6 @@ def _has_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or nn.modules.module._has_any_global_hook()
     )
-
-
-@cache
-def _parameters(kind: type[PreTrainedModel]) -> tuple[str, ...]:
-    """The names of a forward's parameters."""
-    return tuple(inspect.signature(kind.forward).parameters)
 
 
 @uncompiled
@@ -735,22 +607,6 @@ def _graphs(results: object) -> Iterator[Tensor]:
             yield from _graphs(each)
 
 
-class _Call(NamedTuple):
-    """The request of a forward pass.
-
-    items: num_items_in_batch. chunked: the loss without logits. routers: output_router_logits. recomputed: whether
-    layers are activation checkpoints.
-    """
-
-    labels: bool
-    items: Tensor | float | None
-    return_dict: bool
-    logits: bool
-    chunked: bool
-    routers: bool
-    recomputed: bool
-
-
 class _Reported(torch.autograd.Function):
     """The loss of all ranks, with the gradient of this rank's share of it."""
 
@@ -761,38 +617,3 @@ class _Reported(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-# --- configs --------------------------------------------------------------------------------------------------------
-
-
-def _with_own_configs(model: PreTrainedModel, text: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Give a model copies of its configs, which other models may share; returns the undo.
-
-    text: the part of the model whose configs name that attention. They are equal in the whole model, which makes masks.
-
-    The undo restores the original config objects, with changes made to the copies meanwhile.
-    """
-    copies: dict[int, Any] = {}
-    places: list[tuple[nn.Module, str, PreTrainedConfig]] = []
-    for module in model.modules():
-        own = [(key, value) for key, value in module.__dict__.items() if isinstance(value, PreTrainedConfig)]
-        places += [(module, *each) for each in own]
-    for module, key, value in places:
-        module.__dict__[key] = copy.deepcopy(value, copies)
-    pairs = [(value, module.__dict__[key]) for module, key, value in places]
-    pairs = list({id(old): (old, new) for pair in pairs for old, new in nested(*pair)}.values())
-    served = [x for part in text.modules() for x in part.__dict__.values() if isinstance(x, PreTrainedConfig)]
-    for config in {id(x): x for x in (*served, model.config.get_text_config())}.values():
-        for inner, _ in nested(config, config):
-            inner._attn_implementation_internal = name
-
-    def undo() -> None:
-        for module, key, value in places:
-            module.__dict__[key] = value
-        for old, new in pairs:
-            for key, value in new.__dict__.items():
-                if key != "_attn_implementation_internal" and not isinstance(value, PreTrainedConfig):
-                    old.__dict__[key] = value
-
-    return undo

@@ -39,7 +39,8 @@ from seqpar.integrations.hf.attention import Forward, Noted, forward, padding_of
 from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
 from seqpar.integrations.hf.mask import Blocks, Rule, blocks_of, rule_of
-from seqpar.integrations.hf.model import DOCUMENTS, OF_LOSS, ROWS, ParallelTransformer
+from seqpar.integrations.hf.model import ParallelTransformer
+from seqpar.integrations.hf.request import DOCUMENTS, LABELS, OF_LOSS, ROWS, arguments_of
 from seqpar.plan import Plan
 
 # The inputs that the towers of each kind take, under these names in most models; with others beside them, by the
@@ -191,7 +192,7 @@ class ParallelVision(ParallelTransformer):
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Bringing, dict[str, Any], bool]:
         """The forward to come, the arguments of the model's own code, and whether its loss needs no logits."""
-        own = self._named(module, args, named)
+        own = arguments_of(module, args, named)
         who = type(module).__name__
         error = None
         refused = [name for name in REFUSED if name in own]
@@ -204,7 +205,7 @@ class ParallelVision(ParallelTransformer):
         if own.get("output_hidden_states"):
             asked["output_hidden_states"] = True
         blank = self._blank(f"{who}.forward", own, error)
-        _, chunked = self._output(any(name in asked for name in ("labels", "shift_labels")))
+        _, chunked = self._output(any(name in asked for name in LABELS))
         own |= {"return_dict": True} | caching(self.model)
         if chunked:
             own["logits_to_keep"] = torch.zeros(0, dtype=torch.int64, device=self.model.device)
@@ -216,20 +217,14 @@ class ParallelVision(ParallelTransformer):
     ) -> Any:
         """The text model's output for this rank's rows."""
         rows = self._rows(bringing, args, named)
-        around = self._surround(bringing.own)
-        self._running = True
-        try:
-            return before(**rows)
-        finally:
-            self._running = False
-            uncompiled(around.close)()
+        return self._run(before, bringing.own, rows)
 
     @uncompiled
     def _rows(self, bringing: Bringing, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which the text model computes this rank's rows."""
         if bringing.call is not None:
             raise NotImplementedError(f"{type(bringing.module).__name__} calls its text model more than once")
-        given = self._named(self.text, args, named)
+        given = arguments_of(self.text, args, named)
         given.pop("logits_to_keep", None)  # of the head, which some hand on
         if "inputs_embeds" not in given and "input_ids" in given:
             given["inputs_embeds"] = self.text.get_input_embeddings()(given.pop("input_ids"))
@@ -252,11 +247,10 @@ class ParallelVision(ParallelTransformer):
             rows["inputs_embeds"] = rows["inputs_embeds"] + _nothing([given[n] for n in self.entries if n in given])
         return _without_rows(rows)
 
-    def _arguments(
-        self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Exception | None]:
-        arguments, error = super()._arguments(module, args, named)
-        return arguments, error or (self._bringing and self._bringing.error)
+    def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        super()._check(module, arguments)
+        if self._bringing is not None and self._bringing.error is not None:
+            raise self._bringing.error
 
     def _gather(
         self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None

@@ -1,0 +1,188 @@
+"""A call of a parallel transformers model: its arguments by name, and which of them several ranks can serve."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from seqpar.data.batch import FACTS
+from seqpar.data.host import read_entries
+from seqpar.integrations.hf.afterwards import Afterwards
+from seqpar.integrations.hf.attention import inside
+from seqpar.integrations.hf.config import ASKED
+from seqpar.integrations.hf.experts import asks, can_ask
+from seqpar.integrations.hf.fit import ModelFit
+from seqpar.integrations.hf.heads import AtHome, HeadCall, misread
+from seqpar.integrations.hf.positions import COLUMNS, counts
+
+# Entries of a batch with a value per token, and entries that mark documents.
+ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
+DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+LABELS = ("labels", "shift_labels")
+OF_LOSS = (*LABELS, "num_items_in_batch")  # not taken by a base model
+OPTIONS = ("num_items_in_batch", "output_hidden_states", ASKED, "return_dict")
+# Keywords whose value may be without effect.
+IDLE = {
+    "use_cache": (False,), "output_attentions": (False,), "logits_to_keep": (0,),
+    "fused_lm_head": (False,),
+}  # fmt: skip
+# Columns that callers hand on and no model reads: TRL's `RewardTrainer` has the margin of a pair.
+UNREAD = ("margin",)
+# The document of each token, for convolutions and recurrences: attention on one device ignores it.
+UNSEEN = ("seq_idx",)
+
+
+class Request(NamedTuple):
+    """What a forward pass is asked for.
+
+    items: num_items_in_batch. chunked: the loss without logits. tells: whether the model makes one row of logits
+    nevertheless, to be compared with the head's. routers: output_router_logits. recomputed: whether layers are activation
+    checkpoints.
+    """
+
+    labels: bool
+    items: Tensor | float | None
+    return_dict: bool
+    logits: bool
+    chunked: bool
+    tells: bool
+    routers: bool
+    recomputed: bool
+
+
+@cache
+def parameters(kind: type[PreTrainedModel]) -> tuple[str, ...]:
+    """The names of a forward's parameters after ``self``."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def arguments_of(module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that have no effect."""
+    arguments = {n: x for n, x in (dict(zip(parameters(type(module)), args)) | dict(named)).items() if x is not None}
+    for name, idle in IDLE.items():
+        if name in arguments and not isinstance(arguments[name], Tensor) and arguments[name] in idle:
+            del arguments[name]
+    return arguments
+
+
+def count_of(items: Any, batch: Mapping[str, Any], *, replicated: bool) -> int | None:
+    """num_items_in_batch on the host: read in one copy with all that is read of the batch.
+
+    Raises: ValueError if it is not a number of labels.
+    """
+    if items is None:
+        return None
+    if isinstance(items, Tensor):
+        if items.numel() != 1:
+            raise ValueError(f"num_items_in_batch has the shape {list(items.shape)}, expected one number of labels")
+        names = [*(batch if replicated else FACTS), "num_items_in_batch"]
+        items = read_entries({**batch, "num_items_in_batch": items}, names)["num_items_in_batch"].item()
+    if not isinstance(items, (int, float)) or not float(items).is_integer():
+        raise ValueError(f"num_items_in_batch is {items!r:.200}, expected a number of labels")
+    return int(items)
+
+
+class Served(NamedTuple):
+    """Which calls of a parallel model are served.
+
+    entries: of a batch, with a value per token. afterwards: what the model was like when it was tried.
+    """
+
+    model: PreTrainedModel
+    fit: ModelFit
+    entries: tuple[str, ...]
+    average_over: int
+    afterwards: Afterwards
+
+    def check(self, module: PreTrainedModel, arguments: dict[str, Any], head: HeadCall | None) -> None:
+        """Settle what a call of the model or of its base asks for; arguments without effect leave.
+
+        head: the call of a head that pools, if that calls the base model.
+
+        Raises: NotImplementedError or ValueError naming the argument, or the change of the model, that is not served.
+        """
+        who, fit = type(module).__name__, self.fit
+        numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
+        self.afterwards.check(module, passed=module is self.model or head is not None)
+        if self.model.training and _adds_noise(self.model):
+            raise NotImplementedError(
+                f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "
+                "documents; leave neftune_noise_alpha out"
+            )
+        if head is not None and head.error is not None:
+            raise head.error
+        if head is None and fit.pooled:
+            given = (arguments.get(name) for name in ("attention_mask", "input_ids"))
+            if reason := misread(AtHome(left=True), self.model, *given):
+                raise NotImplementedError(
+                    f"attention_mask for {who}: {reason}. Made with add_pooling_layer=False it reads none"
+                )
+        self._check_routers(who, arguments)
+        if inside():
+            raise NotImplementedError(
+                f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
+                "undo() of one of them"
+            )
+        if module is not self.model and torch._C._current_graph_task_id() >= 0:
+            raise NotImplementedError(
+                f"{who} is recomputed in backward as a whole, which is not supported; checkpoint its layers instead"
+            )
+        known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
+        known = [n for n in known if n != ASKED or can_ask(self.model)]
+        if unknown := sorted(arguments.keys() - set(known)):
+            raise NotImplementedError(
+                f"{who} on several ranks got {', '.join(unknown)}, supported are {', '.join(known)}; leave it out, or "
+                "run the model on one rank, inside parallelize(...).local()"
+            )
+        if fit.counting != COLUMNS and "position_ids" not in arguments and not counts(fit.counting, arguments):
+            raise NotImplementedError(
+                f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
+                "position_ids"
+            )
+        if numbered and fit.recurrent and not {"position_ids", "cu_seq_lens_q"} & arguments.keys():
+            raise NotImplementedError(
+                f"{who} got {' and '.join(UNSEEN)} without the positions of the documents that it numbers, which its "
+                "attention does not see; give position_ids that start anew with each document, or cu_seq_lens_q too"
+            )
+        self._check_loss(who, arguments)
+
+    def _check_routers(self, who: str, arguments: dict[str, Any]) -> None:
+        if can_ask(self.model) and not arguments.setdefault(ASKED, asks(self.model)):
+            del arguments[ASKED]
+        if arguments.get(ASKED) and self.fit.routers:
+            raise NotImplementedError(
+                f"{ASKED}=True for {who}: {self.fit.routers}; set it to False, and compute a balance loss from "
+                "means over all ranks' tokens (seqpar.train.token_mean)"
+            )
+
+    def _check_loss(self, who: str, arguments: Mapping[str, Any]) -> None:
+        labels = any(name in arguments for name in LABELS)
+        if labels and self.afterwards.loss_replaced:
+            raise NotImplementedError(
+                f"labels for {who}, whose loss_function was replaced after parallelize: the loss is computed here; "
+                "leave labels out and compute the loss from what it returns"
+            )
+        if labels and self.fit.loss:
+            raise NotImplementedError(
+                f"labels for {who}: {self.fit.loss}; leave them out and compute the loss from what it returns"
+            )
+        if self.average_over != 1 and "num_items_in_batch" in arguments:
+            raise ValueError(
+                f"num_items_in_batch and average_over={self.average_over}: a caller that counts items scales the loss "
+                "for wrappers too, as Trainer does; give parallelize no average_over"
+            )
+
+
+def _adds_noise(model: PreTrainedModel) -> bool:
+    """Whether NEFTune's hook is on the embedding."""
+    try:
+        hooks = model.get_input_embeddings()._forward_hooks
+    except NotImplementedError:  # of a model without one
+        return False
+    return any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks.values())

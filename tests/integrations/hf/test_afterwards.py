@@ -1,0 +1,307 @@
+"""Changes of a parallel model that its trial did not see: they take effect as on one process, or are named errors."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import seqpar
+from seqpar import Comm, LocalComm
+from seqpar.comm import PeerError
+from seqpar.testing import run_threads
+from tests.integrations.hf import hybrids
+from tests.integrations.hf.models import SIZES, batches, build, one_process, packed
+
+EVERY = batches("right", 2)
+
+
+def refused(model: nn.Module, change: Callable[[Any], object], match: str, every: Any = EVERY, **options: Any) -> None:
+    """What is changed after `parallelize` is an error on both ranks."""
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, **options):
+            change(own)
+            with pytest.raises((NotImplementedError, PeerError), match=match):
+                own(**every[comm.rank])
+
+    run_threads(2, rank)
+
+
+def loss_after(model: nn.Module, change: Callable[[Any], object], every: Any = EVERY, **options: Any) -> float:
+    """The loss of two ranks with what is changed after `parallelize`."""
+
+    def rank(comm: Comm) -> float:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, **options):
+            own(**every[comm.rank]).loss.backward()
+            change(own)
+            return float(own(**every[comm.rank]).loss.detach())
+
+    one, other = run_threads(2, rank)
+    assert one == other
+    return one
+
+
+# --- another forward of the model ---------------------------------------------------------------------------------
+
+
+def _of_its_class(model: nn.Module) -> None:
+    model.forward = lambda *args, **named: type(model).forward(model, *args, **named)
+
+
+def _as_a_method(model: nn.Module) -> None:
+    def forward(self: Any, labels: Tensor, **named: Any) -> Any:
+        hidden = self.model(**named).last_hidden_state[:, :-1]
+        loss = F.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _taken_away(model: nn.Module) -> None:
+    del model.forward
+
+
+REPLACED = {"its class's": _of_its_class, "a method": _as_a_method, "none": _taken_away}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_another_forward_of_the_model_is_refused(how: str) -> None:
+    """Its loss would be the mean over a rank's tokens."""
+    refused(build("llama"), REPLACED[how], "LlamaForCausalLM was given another forward after parallelize")
+
+
+def test_another_forward_that_is_called_by_its_name_is_refused() -> None:
+    model = build("llama")
+    with seqpar.parallelize(model, LocalComm()):
+        _of_its_class(model)
+        with pytest.raises(NotImplementedError, match="another forward after parallelize, which calls its LlamaModel"):
+            model.forward(**EVERY[0])
+
+
+def test_another_forward_of_a_model_whose_head_pools_is_refused() -> None:
+    config = transformers.LlamaConfig(**SIZES, num_labels=3)
+    model = transformers.LlamaForSequenceClassification(config)
+    every = [{"input_ids": b["input_ids"], "attention_mask": b["attention_mask"], "labels": torch.tensor([0, 1, 2])}
+             for b in EVERY]  # fmt: skip
+    refused(model, _of_its_class, "LlamaForSequenceClassification was given another forward", every)
+
+
+def _decorated(model: nn.Module) -> None:
+    before = model.forward
+    model.forward = wraps(before)(lambda *args, **named: before(*args, **named))
+
+
+def _held_by_the_model(model: nn.Module) -> None:
+    model.former = model.forward
+    model.forward = types.MethodType(lambda self, **named: self.former(**named), model)
+
+
+class _Caller:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.forward(*args, **named)
+
+
+WRAPPED: dict[str, Callable[[Any], object]] = {
+    "decorated": _decorated,
+    "held by the model": _held_by_the_model,
+    "partial": lambda model: setattr(model, "forward", partial(model.forward, use_cache=False)),
+    "a partial's argument": lambda model: setattr(
+        model, "forward", partial(lambda before, **named: before(**named), model.forward)
+    ),
+    "a callable": lambda model: setattr(model, "forward", _Caller(model.forward)),
+    "compiled": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_wrappers_of_the_parallel_forward_may_come_and_its_base_model_be_called(how: str) -> None:
+    model, batch = build("llama").eval(), {"input_ids": EVERY[0]["input_ids"]}
+    with torch.no_grad():
+        loss, hidden = model(**batch, labels=batch["input_ids"]).loss, model.model(**batch).last_hidden_state
+    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
+        WRAPPED[how](model)
+        assert float(model(**batch, labels=batch["input_ids"]).loss) == pytest.approx(float(loss), rel=1e-5)
+        torch.testing.assert_close(model.model(**batch).last_hidden_state, hidden, rtol=1e-4, atol=1e-4)
+
+
+# --- other attention ----------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """Attention over the rows at hand."""
+
+    def __init__(self, before: nn.Module) -> None:
+        super().__init__()
+        self.v_proj, self.o_proj = before.v_proj, before.o_proj
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        v = self.v_proj(hidden_states).cumsum(1)
+        return self.o_proj(v.repeat(1, 1, self.o_proj.in_features // v.shape[-1])), None
+
+
+def _another_module(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.self_attn = Own(layer.self_attn)
+
+
+def _another_forward(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.forward = Own(attention).forward
+
+
+def _another_layer(model: Any) -> None:
+    model.model.layers[0].forward = lambda hidden_states, **_: hidden_states.cumsum(1)
+
+
+ATTENDING = {"module": _another_module, "forward": _another_forward, "layer": _another_layer}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("how", ATTENDING)
+def test_attention_of_ones_own_put_in_later_is_refused(how: str, training: bool) -> None:
+    refused(build("llama").train(training), ATTENDING[how], "made 1 calls of seqpar's attention.* and 2 when")
+
+
+def test_a_mixer_of_ones_own_put_in_later_is_refused() -> None:
+    model, batch = hybrids.build("mamba2"), packed(torch.Generator().manual_seed(0), [13, 21, 6])
+
+    def change(own: Any) -> None:
+        own.backbone.layers[0].mixer.forward = lambda hidden_states, **_: hidden_states.cumsum(1)
+
+    refused(model, change, "made 2 calls of seqpar's attention and rec.* and 4 when", [batch] * 2, source="replicated")
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed", "both"])
+def test_layers_that_are_compiled_or_computed_again_make_their_calls(how: str) -> None:
+    model = build("llama")
+    expected = float(one_process(copy.deepcopy(model), EVERY, causal=True).loss)
+
+    def change(own: Any) -> None:
+        if how != "compiled":
+            own.gradient_checkpointing_enable({"use_reentrant": False})
+        if how != "checkpointed":
+            for layer in own.model.layers:
+                layer.compile(backend="aot_eager")
+
+    assert loss_after(model, change) == pytest.approx(expected, rel=1e-5)
+
+
+# --- configs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma3", {"final_logit_softcapping": 1.0}),
+        ("gemma3", {"sliding_window": 2}),
+        ("mistral", {"sliding_window": 3}),
+    ],
+)
+def test_a_config_that_the_model_was_made_from_still_speaks_for_it(name: str, change: dict[str, Any]) -> None:
+    model = build(name)
+    plain = float(one_process(copy.deepcopy(model), EVERY, causal=True).loss)
+    model.config.update(change)
+    expected = float(one_process(copy.deepcopy(model), EVERY, causal=True).loss)
+    assert abs(expected - plain) > 1e-3 * plain
+
+    def rank(comm: Comm) -> tuple[float, float]:
+        own = build(name)
+        config = own.config
+        with seqpar.parallelize(own, comm):
+            first = float(own(**EVERY[comm.rank]).loss.detach())
+            config.update(change)
+            second = float(own(**EVERY[comm.rank]).loss.detach())
+            assert own.config is not config and own.config._attn_implementation == "seqpar"
+        assert own.config is config and config._attn_implementation == "eager"
+        return first, second
+
+    for first, second in run_threads(2, rank):
+        assert first == pytest.approx(plain, rel=1e-5) and second == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_copy_keeps_what_was_changed_in_it_and_takes_what_was_taken_away() -> None:
+    model = build("llama")
+    config = model.config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    config.note = [1]
+    with seqpar.parallelize(model, LocalComm()):
+        model.config.use_cache = False
+        model(**EVERY[0])
+        config.note.append(2)  # in place
+        del config.pad_token_id
+        model(**EVERY[0])
+        assert model.config.note == [1, 2] and model.config.note is not config.note
+        assert "pad_token_id" not in model.config.__dict__ and model.config.use_cache is False
+        config.note = "last"
+    assert model.config is config and config.note == "last" and config.use_cache is False
+
+
+# --- other logits -------------------------------------------------------------------------------------------------
+
+
+def of(kind: str, **more: Any) -> Any:
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES, **more))
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, 0.0, 0.2)
+    return model.train()
+
+
+SCALED: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
+    "granite": (lambda: of("Granite", logits_scaling=1.0), lambda m: m.config.update({"logits_scaling": 1.01}),
+                "logits_scaling"),
+    "cohere": (lambda: of("Cohere", logit_scale=1.0), lambda m: setattr(m, "logit_scale", 0.99), "logit_scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_another_scale_of_logits_is_refused_where_they_are_not_made(name: str) -> None:
+    make, change, said = SCALED[name]
+    refused(make(), change, f"makes other logits .*{said} changed")
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_another_scale_of_logits_is_in_a_loss_of_logits(name: str) -> None:
+    make, change, _ = SCALED[name]
+    changed = make()
+    change(changed)
+    expected = float(one_process(changed, EVERY, causal=True).loss)
+    assert loss_after(make(), change, logits=True) == pytest.approx(expected, rel=1e-5)
+
+
+def test_numbers_that_have_no_part_in_logits_may_change_and_logits_are_still_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `Trainer` changes ``use_cache``, and users count steps: one row of logits is made once, to be compared."""
+    model, batch, rows = build("llama"), EVERY[0], list[int]()
+    expected = float(one_process(copy.deepcopy(model), [batch], causal=True).loss)
+    before = nn.Linear.forward
+
+    def linear(self: nn.Linear, x: Tensor) -> Tensor:
+        if self is model.lm_head:
+            rows.append(x.shape[-2])
+        return before(self, x)
+
+    with seqpar.parallelize(model, LocalComm()):
+        monkeypatch.setattr(nn.Linear, "forward", linear)
+        for seen in ([0], [1, 1], [0]):
+            rows.clear()
+            assert float(model(**batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
+            assert rows == seen
+            model.config.use_cache = False
+            model.steps = 1
