@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from types import FrameType
@@ -83,10 +83,29 @@ class ModelCall:
         self.known[self.key] = history = history._replace(calls=history.calls + 1)
         return history.calls == AGAIN
 
-    def try_(
+    def tried(
+        self, run: Callable[..., Any], args: Any, kwargs: Any, block: Callable[[], AbstractContextManager[Any]], *,
+        alike: Sequence[ModelCall] = (),
+    ) -> Verdict:  # fmt: skip
+        """The verdict on the call, the common one if all ranks try it; remembered for it and for those that are alike.
+
+        block: reroutes attention. Raises NotImplementedError on every rank if one refuses the model.
+        """
+        verdict = self._run(run, args, kwargs, block)
+        if self.shared:
+            verdict = self._of_all(verdict)
+        if verdict.reason:
+            with nullcontext() if self.shared else errors_on_all_ranks("sdpa", self.comm):
+                raise self.refusal(verdict.reason)
+        if self._is_settled_by(verdict):
+            for each in (self, *alike):
+                each._settle()
+        return verdict
+
+    def _run(
         self, run: Callable[..., Any], args: Any, kwargs: Any, block: Callable[[], AbstractContextManager[Any]]
     ) -> Verdict:
-        """The verdict of its runs. block: reroutes attention. A collective if ranks meet in the model's forward."""
+        """The verdict of this rank's runs. A collective if ranks meet in the model's forward."""
         plan, rank = self.plan, self.comm.rank
         own, every = plan.rope_positions(rank), plan.positions(rank)
         positions = [Positions(own, self.longest - 1), Positions(every, plan.mask.tokens - 1)]
@@ -107,20 +126,11 @@ class ModelCall:
                 verdict = try_model(self.model, run, args, kwargs, positions, replacing)
             return verdict
         if self.once:
-            self.settle()
+            self._settle()
         readings = 1 if self.once else READINGS
         return try_model(
             self.model, run, args, kwargs, positions, replacing, gather=self._gather, readings=readings, alone=False
         )
-
-    def judged(self, verdict: Verdict) -> Verdict:
-        """The verdict, the common one if all ranks try it. Raises NotImplementedError on every rank if one refuses."""
-        if self.shared:
-            verdict = self._of_all(verdict)
-        if verdict.reason:
-            with nullcontext() if self.shared else errors_on_all_ranks("sdpa", self.comm):
-                raise self.refusal(verdict.reason)
-        return verdict
 
     def _of_all(self, verdict: Verdict) -> Verdict:
         """The ranks' common verdict, the same on each. A collective."""
@@ -132,7 +142,7 @@ class ModelCall:
     def _gather(self, value: Any) -> list[Any]:
         return self.comm.gather(f"sdpa: whether {type(self.model).__name__} mixes rows", value)
 
-    def is_settled_by(self, verdict: Verdict) -> bool:
+    def _is_settled_by(self, verdict: Verdict) -> bool:
         """Whether such calls need no other trial: it saw rows, there were none to see, or another rank has more."""
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
         left_to_others = not self.shared and rows[self.comm.rank] < 2 <= max(rows)
@@ -148,7 +158,7 @@ class ModelCall:
             return None
         return f"a trial changes the order of a rank's rows, and no rank has two of the plan's {self.plan.mask.tokens}"
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Remember a call that passed."""
         before = self.known.pop(self.key, CallHistory(calls=1))
         self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)

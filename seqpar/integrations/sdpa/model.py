@@ -121,10 +121,7 @@ class _Forward:
         if model.training and (reasons := dropping(model) + renorming(model)):
             with errors_on_all_ranks("sdpa", self.comm):
                 raise refused(model, reasons)
-        verdict = call.judged(call.try_(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local)))
-        if call.is_settled_by(verdict):
-            call.settle()
-        return call.untried(verdict)
+        return call.untried(call.tried(forward, args, kwargs, partial(sdpa, plan, self.comm, local=self.local)))
 
     def _blame_whole(self, model: nn.Module, plan: Plan, args: Any, kwargs: Any, failure: Exception) -> None:
         """Raise ValueError if a failed forward got the tokens of all ranks where this rank's rows belong."""

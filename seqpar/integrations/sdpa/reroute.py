@@ -399,15 +399,13 @@ class Rerouting(TorchFunctionMode):
 
         calls: the model's, which are due: what all ranks try, and the way that this one is called in.
         """
-        call, model = calls[0], calls[0].model
+        call, *alike = calls
+        model = call.model
         if call.shared:
             check_model(model)
             if model.training and (reasons := dropping(model) + renorming(model)):
                 raise refused(model, reasons)
-        verdict = call.judged(call.try_(model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local)))
-        if call.is_settled_by(verdict):
-            for each in calls:
-                each.settle()
+        verdict = call.tried(model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local), alike=alike)
         if why := call.untried(verdict):
             if verdict.error and not all(isinstance(x, _NEVER_FILLED) for x in (*args, *kwargs.values())):
                 why += (
