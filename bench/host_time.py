@@ -30,9 +30,6 @@ TOKENS = 128
 COMMS = ("gloo", "shm")
 
 
-# --- in a process of one of the trees ---------------------------------------------------------------------------------
-
-
 def blocks(call: Callable[[], Any], calls: int, count: int = 6) -> list[float]:
     """CPU milliseconds of a call, one figure for each block of calls; one more block warms up."""
     found = []
@@ -109,9 +106,6 @@ def process(kinds: Sequence[str]) -> dict[str, float]:
         one, two = run_processes(2, of_rank, kind)
         figures |= {f"{name}, 2 ranks, {kind}": min(map(sum, zip(one[name], two[name]))) for name in one}
     return figures
-
-
-# --- pairs ------------------------------------------------------------------------------------------------------------
 
 
 def figures_of(tree: Path, kinds: Sequence[str]) -> dict[str, float]:

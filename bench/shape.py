@@ -30,9 +30,6 @@ ORDERS = ("type: ignore", "noqa", "fmt:", "pragma")  # comments for tools
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
-
-
 def lines(path: Path) -> tuple[int, int, int]:
     """Lines of code, of comments, and of docstrings."""
     docs: set[int] = set()
@@ -77,9 +74,6 @@ def reused(tree: Path) -> dict[str, list[str]]:
             for name in names:
                 places[name].add(where)
     return {name: sorted(files) for name, files in sorted(places.items()) if name in classes and len(files) > 1}
-
-
-# --- functions entered ------------------------------------------------------------------------------------------------
 
 
 def entered(call: Callable[[], Any]) -> list[str]:
@@ -140,9 +134,6 @@ def functions(tree: Path) -> dict[str, list[str]]:
     environment = before.environment(tree, BENCH)
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, check=True, capture_output=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def row_of(values: list[Any]) -> list[str]:

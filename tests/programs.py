@@ -128,9 +128,6 @@ def output(command: str, run: Programs, folder: Path) -> str:
     return done.stdout
 
 
-# --- the process that forks -------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Program:
     """Ranks that run, for whom, and the exit codes of those that have ended."""

@@ -50,9 +50,6 @@ def test_kernels_compile_ahead_for_a_gpu_elsewhere(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == {"forward", "dq", "dkdv"}
 
 
-# --- a bare machine ---------------------------------------------------------------------------------------------------
-
-
 def test_make_gpu_installs_nothing_and_takes_any_python(tmp_path: Path) -> None:
     bare = ended("make", "-n", "gpu", f"VENV={tmp_path}").stdout
     assert bare.split()[1:] == ["python3", "-m", "bench.gpu.run"] and "pip" not in bare
@@ -113,9 +110,6 @@ import bench.gpu.lost, bench.gpu.nccl, bench.gpu.run, tests.comm.device, tests.c
 assert all([make(False) for make in bench.gpu.run.slices().values()]) and bench.gpu.nccl.slices(False, 8)"""
     done = ended(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-# --- runs that end on time --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -256,9 +250,6 @@ def test_a_run_goes_on_from_a_copy_of_earlier_rows(cases: Any, tmp_path: Path) -
     assert cases([one, two], "--json", new, "--rows", tmp_path / "never read") == 0
 
 
-# --- what rows pay for ------------------------------------------------------------------------------------------------
-
-
 class OneClock:
     """A device and a host on one clock, in milliseconds. A run takes both for a while, the device after the host."""
 
@@ -367,9 +358,6 @@ def test_a_rank_in_turn_posts_what_its_plan_says_and_receives_the_same_memory_ag
         assert sent == sum(both) > 0
         memory.append([x.data_ptr() for x in turn.tape._received])
     assert memory[0] == memory[1] and memory[0]
-
-
-# --- several GPUs -----------------------------------------------------------------------------------------------------
 
 
 def rehearsed(comm: Any, path: Path, *arguments: str) -> list[Row]:
@@ -504,9 +492,6 @@ def test_a_plan_that_is_frozen_into_a_graph_is_found(monkeypatch: pytest.MonkeyP
     assert not row["ok"] and "call 0 with two: out off by" in row["refused"] and "one document" not in row["refused"]
 
 
-# --- candidates -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("binary", "found"),
     [
@@ -527,9 +512,6 @@ def test_candidates_that_do_not_fit_are_left_out_by_their_binaries(monkeypatch, 
     row = tune._binary(tune.Candidate("dq", 192, 128, config, False))
     assert row.get("skipped") == found and {name: row[name] for name in binary} == binary
     assert asked == [binaries.Case("dq", 192, 128, "bf16", 90, config)]
-
-
-# --- what others publish ----------------------------------------------------------------------------------------------
 
 
 def test_the_published_workload_has_its_sizes_and_its_figures() -> None:

@@ -57,9 +57,6 @@ class Row:
     loss: float
 
 
-# --- one rank ---------------------------------------------------------------------------------------------------------
-
-
 def resident(what: str) -> int:
     """Bytes of this process in memory: VmRSS now, VmHWM the most since the last reset."""
     found = re.search(rf"^{what}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -105,9 +102,6 @@ def run(tokens: int, ranks: int) -> Row:
     """One step of a sequence on several processes."""
     cpu, wall, peak, loss = zip(*run_processes(ranks, measured, tokens, timeout=600.0))
     return Row(tokens, ranks, max(cpu), max(wall), max(peak), sum(loss))
-
-
-# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 class Budget:
@@ -178,9 +172,6 @@ def fitting(ranks: list[int], memory: int, granule: int, budget: Budget) -> list
         return None if row is None else row.peak_bytes
 
     return [{"ranks": n, "tokens": longest(lambda tokens, n=n: peak(tokens, n), memory, granule * n)} for n in ranks]
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def tables(grown: list[dict[str, Any]], fits: list[dict[str, Any]], args: argparse.Namespace) -> list[Table]:

@@ -105,8 +105,6 @@ class Case:
         return [q, k, v, -0.1 * gates[0], *([gates[1]] if FAMILIES[self.family] else [])]
 
 
-# --- the ways ---------------------------------------------------------------------------------------------------------
-
 Step = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -136,9 +134,6 @@ def ways(case: Case, comm: Comm, *, travel: str = "auto") -> dict[str, Step]:
         return out[plan.layout.positions(comm.rank)]
 
     return {"states": partial(recurred, plan, comm, travel=travel), "ulysses": ulysses, "rows": rows}
-
-
-# --- one rank ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -241,9 +236,6 @@ def core_rate(comm: Comm) -> float:
             a @ a
             times.append(time.perf_counter() - started)
         return 2 * 768**3 / statistics.median(times)
-
-
-# --- all ranks --------------------------------------------------------------------------------------------------------
 
 
 def held_link(ranks: int, heads: int, dim: int) -> Link:

@@ -41,8 +41,6 @@ COMPUTING = ("seqpar compute", "seqpar differentiate")
 WAITING = "seqpar wait"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
-# --- what watches exchanges -------------------------------------------------------------------------------------------
-
 
 class Timed:
     """Records when each exchange of CPU tensors is posted and when it is complete."""
@@ -94,9 +92,6 @@ class OnStream:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             return post()
-
-
-# --- one rank ---------------------------------------------------------------------------------------------------------
 
 
 def layer(comm: Comm, args: argparse.Namespace, device: torch.device) -> Callable[[], None]:
@@ -204,9 +199,6 @@ def sharing_gpu(args: argparse.Namespace) -> list[Event]:
         if event.get("cat") in ON_GPU and event["args"].get("stream") == stream and "spin" not in event["name"]:
             event["cat"] = "exchange"
     return events
-
-
-# --- what the events say ----------------------------------------------------------------------------------------------
 
 
 def spans(events: Iterable[Event]) -> Spans:

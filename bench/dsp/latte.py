@@ -76,9 +76,6 @@ class Clip:
         return max(1, round(TEXT / self.shrunk**2))
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
 def latte(frames: int) -> nn.Module:
     """The model, the same on every rank."""
     from diffusers import LatteTransformer3DModel
@@ -141,9 +138,6 @@ class Ready:
         parts = ("" if c.parts == 1 else f"/{c.parts}" for c in self.plan.choices)
         ways = (f"{c.sharding or 'whole'}:{c.mode}{n}" for c, n in zip(self.plan.choices, parts, strict=True))
         return " ".join([*grid, *ways])
-
-
-# --- a comm that is looked at -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -214,9 +208,6 @@ class _MeteredWork:
         with self._meter.running():
             self._work.wait()
             time.sleep(max(0.0, self._due - time.perf_counter()))
-
-
-# --- what a rank runs -------------------------------------------------------------------------------------------------
 
 
 def measured(comm: Comm, clip: Clip, hardware: Hardware, turns: int, link: Link | None) -> dict[str, Row]:

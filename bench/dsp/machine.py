@@ -65,9 +65,6 @@ def cpu(run: Callable[[], object], repeat: int, between: Callable[[], object] = 
     return min(took)
 
 
-# --- computing --------------------------------------------------------------------------------------------------------
-
-
 def attending(repeat: int) -> dict[str, float]:
     """Operations a second of attention, forward and backward; and the cost of a row beside its pairs, in pairs."""
     took = {}
@@ -148,9 +145,6 @@ def called(ranks: int, repeat: int) -> dict[str, float]:
     return {"verb": verb, "cold": cold, "call": cpu(blocked, 4 * repeat) + 4 * verb}
 
 
-# --- exchanges --------------------------------------------------------------------------------------------------------
-
-
 def wire(comm: Comm, repeat: int) -> dict[str, float]:
     """Seconds of the smallest switch, and bytes a second of a large one beyond that."""
     took = []
@@ -187,9 +181,6 @@ def hidden(comm: Comm, repeat: int) -> float:
     turns = [(timed(0, moves=True), timed(count, moves=False), timed(count, moves=True)) for _ in range(2 * repeat)]
     alone, work, both = map(median, zip(*turns, strict=True))
     return min(1.0, max(0.0, (alone + work - both) / min(alone, work)))
-
-
-# --- machines ---------------------------------------------------------------------------------------------------------
 
 
 def machines(repeat: int) -> dict[str, Machine]:

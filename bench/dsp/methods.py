@@ -89,9 +89,6 @@ def block(x: Tensor, w: dict[str, Tensor], model: Model, attention: Callable[...
     return x + F.linear(F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), w["up"])), w["down"])
 
 
-# --- methods ----------------------------------------------------------------------------------------------------------
-
-
 def by_heads(q: Tensor, k: Tensor, v: Tensor, axes: str, space: Space, held: str) -> Tensor:
     """Ulysses: queries, keys and values are traded for heads in one exchange, and the output back.
 
@@ -188,9 +185,6 @@ def megatron_seconds(model: Model, costs: Costs, element: int) -> float:
             + heads * costs.attention_seconds(stage)
         )
     return total
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def measured(

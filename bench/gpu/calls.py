@@ -261,9 +261,6 @@ def verdict(found: dict[str, float], limit: float) -> str | None:
     )
 
 
-# --- who computes -----------------------------------------------------------------------------------------------------
-
-
 class Label(NamedTuple):
     """The name and options of a contestant, as its rows have them."""
 
@@ -371,9 +368,6 @@ def fitted(kernel: Kernel, call: CallSpec) -> Kernel:
 def plainly(kernel: Kernel) -> Make:
     """A kernel as it is."""
     return lambda problem, alone: OfKernel(kernel, problem)
-
-
-# --- whether it is right ----------------------------------------------------------------------------------------------
 
 
 def oracle(problem: Problem, backward: bool) -> Tensors:

@@ -317,9 +317,6 @@ def run(kernel: Kernel, check: Check, tensors: list[Tensor], *, whole: bool = Fa
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-# --- the verb ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sharded:
     """`seqpar.attention` on ranks that are threads and share the device."""
@@ -377,9 +374,6 @@ def _one_rank(comm: seqpar.LocalComm, plan: seqpar.Plan, tensors: list[Tensor]) 
     return dict(zip(("out", "dq", "dk", "dv"), whole))
 
 
-# --- far offsets ------------------------------------------------------------------------------------------------------
-
-
 def _far(tokens: int, machine: Machine) -> Iterator[Row]:
     """A window over so many tokens that offsets exceed 32 bits; the last rows are compared with the oracle."""
     kernel = kernels().get("triton")
@@ -402,9 +396,6 @@ def _far(tokens: int, machine: Machine) -> Iterator[Row]:
     off = verdict(found, TOLERANCE[torch.bfloat16])
     ratio = max(found.values()) / TOLERANCE[torch.bfloat16]
     yield row | {"ok": not off, "errors": found, "ratio": ratio} | ({"missed": off} if off else {})
-
-
-# --- the sanitizer ----------------------------------------------------------------------------------------------------
 
 
 def _sanitized(tool: str, machine: Machine) -> Iterator[Row]:

@@ -91,9 +91,6 @@ class World:
         yield from ({"kernel": name, "mode": "", "skipped": why} for name, why in self.absent.items())
 
 
-# --- transfers and agreements -----------------------------------------------------------------------------------------
-
-
 def hop(world: World, comm: Comm, after: int | None, before: int | None, size: int) -> tuple[Callable[[], None], bool]:
     """Some hops of so many bytes, and whether a first one brought what it should. None: nothing is sent or received."""
     device = world.machine.device
@@ -191,8 +188,6 @@ def opened(world: World) -> Iterator[Row]:
     row: Row = {"kernel": next(iter(world.comms)), "mode": "constructor"}
     yield row | ({"skipped": "the comm was there before"} if world.opened is None else world.opened)
 
-
-# --- layers -----------------------------------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, Callable[[int], dict[str, Any]]] = {
     "ring": lambda ranks: {"transport": "ring"},
@@ -336,9 +331,6 @@ def _of_workload(world: World, layer: Layer, name: str, schedule: str, forward: 
     tflops = 2.5 * forward / world.comm.size / ms / 1e9 if ms > 0 else None
     yield {"kernel": name, "mode": f"{schedule}, backward", "ms": ms, "tflops": tflops, "baseline": None, "ratio": None,
            "ms_fastest": ms, "ms_slowest": ms}  # fmt: skip
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def slices(tiny: bool, ranks: int) -> dict[str, list[Case]]:

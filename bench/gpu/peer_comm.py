@@ -57,9 +57,6 @@ def comm(tiny: bool) -> list[Case]:
     return found
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def _build(machine: Machine) -> Iterator[Row]:
     row = {"kernel": "PeerComm", "mode": "build"}
     if machine.rehearsal:
@@ -165,9 +162,6 @@ def _ran(command: list[str], counted: str | None = None) -> Row:
     if done.returncode == 0 and (counted is None or re.search(counted, said)):
         return {"ok": True, "what": last[-80:]}
     return {"ok": False, "missed": last[-600:]}
-
-
-# --- rates ------------------------------------------------------------------------------------------------------------
 
 
 def _device(machine: Machine, rank: int = 0, size: int = 1) -> Any:

@@ -46,9 +46,6 @@ def rate(timing: Timing, *, flops: float | None = None, bytes: float | None = No
     return value | spread | {"host_ms": timing.host}
 
 
-# --- ceilings ---------------------------------------------------------------------------------------------------------
-
-
 def ceilings(tiny: bool) -> list[Case]:
     """The cases of the ceilings: one large product, one large copy."""
     n, size = (128, 1 << 20) if tiny else (8192, 4 << 30)
@@ -74,9 +71,6 @@ def _copy(size: int, machine: Machine) -> Iterator[Row]:
 def itself(name: str) -> Row:
     """The fields of a row that others are compared with."""
     return {"baseline": name, "ratio": 1.0}
-
-
-# --- forward and backward ---------------------------------------------------------------------------------------------
 
 
 def setups(tiny: bool) -> list[tuple[Setup, bool]]:
@@ -202,9 +196,6 @@ def tile(kernel: str, setup: Setup, machine: Machine, back: bool) -> tuple[int, 
     direction = "dkdv" if back else "forward"
     config = configure(Descriptor(direction, setup.dim, setup.v_dim, setup.dtype.itemsize, made_for))
     return config.bm, config.bn
-
-
-# --- the accumulating variant -----------------------------------------------------------------------------------------
 
 
 def accumulate(tiny: bool) -> list[Case]:

@@ -54,9 +54,6 @@ class Verb:
         seqpar.attention(*leaves, self.plan, self.comm, **self.options).backward(p.dout)
 
 
-# --- auto -------------------------------------------------------------------------------------------------------------
-
-
 def auto(tiny: bool) -> list[Case]:
     """The cases of `auto`: calls above and below a millisecond."""
     if tiny:
@@ -119,9 +116,6 @@ def _against(times: dict[str, Timing], work: float, mode: str, chosen: str) -> I
         about = {"chosen": chosen} if name == "auto" else {"what": "called directly"}
         yield {"kernel": name, "mode": mode, **rate(timing, flops=work), "baseline": f"{best}, called directly",
                "ratio": direct[best].ms / timing.ms, **about}  # fmt: skip
-
-
-# --- host -------------------------------------------------------------------------------------------------------------
 
 
 def host(tiny: bool) -> list[Case]:

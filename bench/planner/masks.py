@@ -55,9 +55,6 @@ QUESTION, ANSWERS = 0.2, 4
 BLOCK, LOCAL = 256, 2
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
 def _sinks(lengths: Ints) -> Mask:
     return Mask(lengths, window=(WINDOW - 1, None), sink_tokens=SINKS)
 
@@ -85,9 +82,6 @@ def _blockwise(lengths: Ints) -> Mask:
 MASKS: dict[str, Callable[[Ints], Mask]] = {
     "causal": Mask, "lambda": _sinks, "shared question": _questions, "causal blockwise": _blockwise,
 }  # fmt: skip
-
-
-# --- cases and policies -----------------------------------------------------------------------------------------------
 
 
 def _machine(node: int, gigabits: int, gpus: int) -> Hardware:
@@ -187,8 +181,6 @@ def figures(setting: str, mask: str, distribution: str, batches: int, note: Call
         note()
     return rows
 
-
-# --- output -----------------------------------------------------------------------------------------------------------
 
 # How many times faster than their baselines, as published. DCP: its abstract for attention; for steps the bars of its
 # artifact (docs/figures/reference/end_to_end, 64 A100, 8B, Megatron-LM with Transformer Engine, two data sets cut at

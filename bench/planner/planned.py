@@ -64,9 +64,6 @@ AUTO = "auto"
 METHODS = (AUTO, "ring", "Ulysses", "gather", "data parallel")
 
 
-# --- batches and plans ------------------------------------------------------------------------------------------------
-
-
 def batches(tokens: int) -> dict[str, list[int]]:
     """The lengths of real files, by name of the batch; each batch has about so many tokens."""
     lengths = sorted(len(text) for _, text in corpus())
@@ -145,9 +142,6 @@ def predicted(plan: seqpar.Plan, shape: ModelShape, hardware: Hardware) -> float
     alone = ticks(found._replace(masks=[[part]]), w, stage_bytes=plan.stage_bytes).total
     wire = np.maximum(keys, sent) * (2 * w.inside.key + w.inside.grad) + 3 * w.inside.latency * (keys + sent > 0)
     return int((alone + shape.layers * (wire + w.key * keys)).max()) * w.second
-
-
-# --- what a rank runs -------------------------------------------------------------------------------------------------
 
 
 class Layers:
@@ -261,9 +255,6 @@ def pinned(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cell:
     """The seconds of a method on a batch: a median with its interval, and the prediction of the cost model."""
@@ -334,9 +325,6 @@ def said(found: dict[str, object]) -> str:
     speed = found["speedup_over_worst"]
     parts.append(f"{speed:.2f} times as fast as {found['worst']} ({'holds' if speed >= FASTER else 'DOES NOT HOLD'})")
     return "auto: " + "; ".join(parts) + f"; the model is off by {found['model_error']:.1%} on average"
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

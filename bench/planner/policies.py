@@ -40,9 +40,6 @@ class Policy(NamedTuple):
     slow: bool = False
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------
-
-
 def lightest(values: Ints, sizes: Ints, bins: int, room: int) -> list[list[int]] | None:
     """Documents by bin: the most valuable first, to the bin of least value with enough room; None if there is none.
 
@@ -86,9 +83,6 @@ def fixed(case: Case, width: int, values: Ints) -> Schedule:
     return None
 
 
-# --- one degree for all documents -------------------------------------------------------------------------------------
-
-
 def static(case: Case, width: int) -> Schedule:
     """Data parallel groups of one width for the whole run, each with about the same number of tokens.
 
@@ -104,9 +98,6 @@ def wlb(case: Case, width: int) -> Schedule:
     WLB-LLM (Wang et al. 2025, OSDI), without delaying outliers to later batches.
     """
     return fixed(case, width, case.alone(width, ("fetch",)))
-
-
-# --- a degree for every document, in groups ---------------------------------------------------------------------------
 
 
 def degrees(case: Case, room: int) -> Ints:
@@ -275,8 +266,6 @@ def _lines(case: Case, width: int, order: Ints, times: Ints, load: Ints, room: i
     return [Micro(at * width, width, np.array(documents)) for at, documents in made]
 
 
-# --- FlexSP -----------------------------------------------------------------------------------------------------------
-
 BUCKETS, SECONDS = 16, 5.0
 
 
@@ -409,9 +398,6 @@ def _one_width(case: Case, documents: Ints, ways: Sequence[str]) -> tuple[int, l
     return min(found, key=lambda item: item[0]) if found else None
 
 
-# --- one step, any rank holds any tokens ------------------------------------------------------------------------------
-
-
 def _blocks(case: Case, start: Ints, count: Ints, rank: Ints) -> Schedule:
     if np.bincount(rank, count, case.ranks).max() > case.room:
         return None
@@ -521,9 +507,6 @@ def ours(case: Case, lockstep: bool) -> Schedule:
     )  # fmt: skip
     widths = np.broadcast_to(np.asarray(plan.ulysses, np.int64), case.lengths.shape)
     return [Micro(0, case.ranks, np.arange(case.lengths.size), plan.layout, widths, (plan.node is not None,))]
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def _rooms(case: Case) -> list[int]:

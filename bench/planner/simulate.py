@@ -187,9 +187,6 @@ def cell_rows(cell: Cell, names: Sequence[str], given: int | None, pool: Any, no
     return rows
 
 
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
 def lower(row: dict[str, Any], ours: dict[str, Any], way: str) -> bool:
     """Whether a rival is below seqpar in the mean over the batches of both."""
     return float(np.mean(row[way])) < float(np.mean(ours[way][: row["batches"]]))
@@ -285,9 +282,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def settings() -> dict[str, Any]:
     """The settings that all cells share."""
     return {"model": "llama-8b, recompute full", "micro_seconds": MICRO, "distributions": DISTRIBUTIONS}
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

@@ -208,9 +208,6 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     return share.home.fill(relayout(x[:tokens], comm, src=plan.layout, dst=share.source))
 
 
-# --- choose ---------------------------------------------------------------------------------------------------------
-
-
 def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
     """The plan of a union, or the error that prevents it. Local, and without tensors."""
     try:
@@ -265,9 +262,6 @@ def _served(plan: Plan, documents: Mask | Ints, ranks: int, places: Ints | None)
             "between others; return plan.with_mask(Mask(lengths)), and make the masks of layers by Share.mask_for"
         )
     return plan.padded()
-
-
-# --- take -----------------------------------------------------------------------------------------------------------
 
 
 def take(

@@ -123,8 +123,6 @@ class Parallelized(ParallelModel):
         """The plans of all batch shapes so far."""
         return "\n".join(plan.describe() for plan in self.plans.values())
 
-    # --- forwards ----------------------------------------------------------------------------------------------------
-
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         seen: _Seen = getattr(model, SEEN)
         named = list(model.named_modules())
@@ -224,8 +222,6 @@ class Parallelized(ParallelModel):
             )
         return forward(**arguments)
 
-    # --- the forward in progress -------------------------------------------------------------------------------------
-
     def _stack(self) -> list[ForwardState]:
         """This thread's forwards in progress, innermost last."""
         if not hasattr(self._running, "stack"):
@@ -274,8 +270,6 @@ class Parallelized(ParallelModel):
             getattr(storage, SEEN)[key] = _Noted(run, unclear=before is not None and before.other_than(run))
         return run
 
-    # --- plans -------------------------------------------------------------------------------------------------------
-
     def _plan(self, state: ForwardState, x: Tensor) -> tuple[tuple[object, ...], StagePlan]:
         """The key of a batch shape, and its plan. x: the first stage's input, whole."""
         space = state.space
@@ -306,8 +300,6 @@ class Parallelized(ParallelModel):
                 call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             self.plans[shape] = plan
         return shape, self.plans[shape]
-
-    # --- comparing ranks ---------------------------------------------------------------------------------------------
 
     def _agree(
         self, named: Named, seen: _Seen, arguments: Mapping[str, Any], cached: Sequence[str]

@@ -74,9 +74,6 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
             )
 
 
-# --- inside a stage -------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> Iterator[None]:
     """A block that adds the module's buffers that were written in it to `changed`, by their names in the model.
@@ -127,9 +124,6 @@ class NoDraws(TorchFunctionMode):
                 with errors_on_all_ranks(what, self.comm):
                     raise NotImplementedError(f"{what}; do without, or draw before the first stage")
         return func(*args, **kwargs)
-
-
-# --- what a model returns -------------------------------------------------------------------------------------------
 
 
 WHOLE = {  # how to have what ranks have shares of

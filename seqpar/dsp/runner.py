@@ -240,9 +240,6 @@ def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> N
         raise ValueError(f"{name} got no {missing}, which hold the rows by its spec")
 
 
-# --- ranks without rows ---------------------------------------------------------------------------------------------
-
-
 def some_rank_skips(block: Block, run: StageRun) -> bool:
     """Whether some rank skips a stage: it has no rows, and no other rank waits for it inside the stage."""
     exchanging: set[Sharding] = {dim for _, dims in block.gathers.values() for dim in dims}
@@ -291,9 +288,6 @@ class _Skip(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         return None, *(zeros() if n else None for zeros, n in zip(ctx.zeros, ctx.needs_input_grad[1:], strict=True))
-
-
-# --- adapters inside a stage ----------------------------------------------------------------------------------------
 
 
 def _shared_attention(block: Block, run: StageRun) -> Any:

@@ -86,8 +86,6 @@ class Search:
         moves, size = self.costs.moves, self.stages[0].bytes
         return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
 
-    # --- the fastest of all ------------------------------------------------------------------------------------------
-
     def _fastest(self, ends: Sequence[Sharding]) -> Route | None:
         at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}
         leaves: dict[object, _Stretch] = {}
@@ -115,8 +113,6 @@ class Search:
             choices.append(ways.choice(before, n, after))
             memory += ways.kept[n]
         return Route(seconds, memory, tuple(choices), self.costs.shardings[last])
-
-    # --- the fastest that fits ---------------------------------------------------------------------------------------
 
     def _fitting(self, ends: Sequence[Sharding], limit: float) -> Route | None:
         at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}

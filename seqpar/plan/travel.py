@@ -59,9 +59,6 @@ class TravelWay(NamedTuple):
     inside: TravelWay | None = None
 
 
-# --- the choice ------------------------------------------------------------------------------------------------------
-
-
 def check_travel(call: str, travel: object, ways: Sequence[str]) -> None:
     """Raise ValueError unless a call's `travel` is "auto" or one of the ways."""
     if travel not in ("auto", *ways):
@@ -167,9 +164,6 @@ def _rows_ways(
 @lru_cache
 def _divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def state_bytes(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Counts:

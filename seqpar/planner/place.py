@@ -189,8 +189,6 @@ class _Board:
         self.base_row = 0 if self.loose else self.per_row  # ticks of a row that balancing leaves out
         self.crowded = False  # whether some document to keep whole fits no rank
 
-    # --- long documents
-
     def spread(self, tiers: Ints) -> None:
         """Give the long documents to groups, or lay them along the ranks, every second tier in reverse."""
         if not self.long.size:
@@ -290,8 +288,6 @@ class _Board:
         np.add.at(self.dealt, group, count)
         return before
 
-    # --- documents of one rank
-
     def whole(self) -> None:
         """Place whole documents; those that fit no rank are shared or added to the filling."""
         documents = self.rest
@@ -332,8 +328,6 @@ class _Board:
             self.base[rank] += area // width + self.batch.row * rows
         self.long = np.append(self.long, np.array(shared, np.int64))
         self.filling = np.append(np.array(kept, np.int64), self.filling)
-
-    # --- filling
 
     def fill(self) -> None:
         """Lay the remaining documents end to end over the ranks, cut where a rank is full."""

@@ -121,9 +121,6 @@ def finish(dz: Tensor, keep: Tensor, slope: Tensor | None) -> None:
         dz *= slope
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
 def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
     """Raise TypeError unless both are tensors, and ValueError unless they are rows and their labels."""
     for kind, x in ((name, rows), ("labels", labels)):

@@ -122,9 +122,6 @@ def test_prompts_that_take_logits_are_refused() -> None:
         seqpar.parallelize(peft.get_peft_model(build("llama"), config), LocalComm())
 
 
-# --- rows scaled by their tokens -------------------------------------------------------------------------------------
-
-
 def masked_model(**more: Any) -> tuple[transformers.PreTrainedModel, Tensor]:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     config = transformers.EsmConfig(

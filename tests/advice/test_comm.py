@@ -159,9 +159,6 @@ def test_a_comm_is_used_in_its_own_process(kind: str, tmp_path: Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["refused"] * 2
 
 
-# --- of shared memory and of devices that are not there ---------------------------------------------------------------
-
-
 def test_a_system_without_shared_memory_uses_a_group() -> None:
     with default_group():
         with advised(NotImplementedError, "use GroupComm"), mock.patch("sys.platform", "darwin"):

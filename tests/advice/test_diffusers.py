@@ -130,9 +130,6 @@ def test_rows_of_a_model_without_a_recipe_are_shared_out_by_hand() -> None:
     assert torch.allclose(torch.cat(run_threads(2, rank), 1), expected, atol=1e-10)
 
 
-# --- what is around a model -------------------------------------------------------------------------------------------
-
-
 def test_a_model_under_parallelism_of_diffusers_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     model = copy.deepcopy(MODEL)
@@ -322,9 +319,6 @@ def test_parts_of_a_model_run_inside_it_also_when_they_are_recomputed() -> None:
         return torch.allclose(model.x_embedder.weight.grad, plain.x_embedder.weight.grad, atol=1e-10)
 
     assert run_threads(2, rank) == [True, True]
-
-
-# --- what ranks pass --------------------------------------------------------------------------------------------------
 
 
 def test_noise_is_drawn_with_one_seed() -> None:

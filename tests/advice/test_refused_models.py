@@ -35,9 +35,6 @@ def is_right(model: nn.Module) -> bool:
         return float(model(**BATCH).loss) == pytest.approx(LOSS, rel=1e-5)
 
 
-# --- weights that are not there ---------------------------------------------------------------------------------------
-
-
 class Doubled(nn.Module):
     """An activation that the config does not name."""
 
@@ -74,8 +71,6 @@ def test_a_model_of_zeros_is_loaded_or_initialised_first(way: str) -> None:
     with seqpar.parallelize(model, LocalComm()), torch.no_grad():
         assert float(model(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
 
-
-# --- another way ------------------------------------------------------------------------------------------------------
 
 TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -206,9 +201,6 @@ def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
     for key, grad in grads.items():
         total = sum(w * own[key] for w, (_, own) in zip(weights, found, strict=True))
         torch.testing.assert_close(total, grad, rtol=1e-4, atol=1e-6)
-
-
-# --- models that see PyTorch's attention ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["block", "parallelize"])

@@ -386,9 +386,6 @@ def test_who_counts_items_gives_no_average_over() -> None:
         assert is_right(model, num_items_in_batch=items)
 
 
-# --- what `seqpar.parallelize` takes ----------------------------------------------------------------------------------
-
-
 class Plain(nn.Module):
     """Attention by PyTorch's function over rows [1, T, 8]."""
 

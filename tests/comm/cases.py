@@ -25,9 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64
 SHAPES = ((3,), (2, 5), (), (0,), (4, 0, 2), (1, 2, 3))
 
 
-# --- the specification: what everyone sends, as a function of the step alone ------------------------------------------
-
-
 def sent(seed, step, size, *, crowd=0.5, most=3):
     """{(sender, receiver): tensors} of a step, the same on every rank. crowd: the share of pairs that send."""
     draw = random.Random(f"{seed} {step} {size}")
@@ -75,9 +72,6 @@ def same(found, expected):
 
 def tag(call, phase=0, stage=0, digest=0x5EED):
     return Tag(digest, call, phase, stage)
-
-
-# --- exchanges that succeed -------------------------------------------------------------------------------------------
 
 
 def sparse(comm, seed, steps, crowd=0.5, most=3):
@@ -352,9 +346,6 @@ def by_itself(comm, check="batch"):
     assert comm.stats.exchanges == 0
 
 
-# --- exchanges that fail ----------------------------------------------------------------------------------------------
-
-
 def impatient(comm, seconds):
     """Let waits of this rank fail after so many seconds from now on; the constructor had all the time it needed."""
     for each in (comm, getattr(comm, "_control", None)):
@@ -512,9 +503,6 @@ def dies(comm, how):
     comm.exchange({}, {(comm.rank - 1) % comm.size: [x]}, tag=tag(9)).wait()
 
 
-# --- NCCL's path without NCCL -----------------------------------------------------------------------------------------
-
-
 class NeverCompletes:
     """A work as NCCL gives it: `wait` only orders a stream, so it returns at once."""
 
@@ -606,9 +594,6 @@ def stuck_stream(comm, limit):
                 return str(error)
         time.sleep(0.02)
     return "nothing was noticed"
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def leaves(comm, code):

@@ -61,9 +61,6 @@ def ends_at(name, times):
     return act
 
 
-# --- exchanges that succeed -------------------------------------------------------------------------------------------
-
-
 def model(comm, seed, steps, delayed):
     """Random exchanges in memory that is used again and again, up to four in flight.
 
@@ -286,9 +283,6 @@ def forked(comm):
     return text, float(y), left
 
 
-# --- exchanges that fail ----------------------------------------------------------------------------------------------
-
-
 def killed(comm, name, times):
     """Rank 1 is killed around the n-th call of an operator, in a ring that goes on for ever."""
     if comm.rank == 1:
@@ -376,9 +370,6 @@ def corrupts_nothing(comm):
         return comm.empty((1 << 16,), torch.uint8, CPU).data_ptr() != address
     time.sleep(0.3)
     return True
-
-
-# --- construction -----------------------------------------------------------------------------------------------------
 
 
 def impossible(comm):

@@ -37,9 +37,6 @@ def test_few_bytes_are_one_message_each_way():
         assert arrived == [[1.5 - rank] * 8, [0, 0]]
 
 
-# --- a rank dies ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -9)])
 def test_a_rank_that_dies_ends_all_others_with_the_root_cause(tmp_path, how, code):
     with pytest.raises(RuntimeError, match=f"rank 1: its process died with exit code {code}"):
@@ -109,9 +106,6 @@ def test_a_process_ends_with_a_work_that_nobody_waited_for(tmp_path):
     assert "lost the connection to rank 0" in heard
 
 
-# --- the root cause in the store --------------------------------------------------------------------------------------
-
-
 def test_the_first_root_cause_stands():
     store = dist.HashStore()
     first, second = RootCause(store, "why", 0), RootCause(store, "why", 3)
@@ -150,9 +144,6 @@ def test_a_dead_store_neither_hangs_nor_hides_the_error(store):
     cause = RootCause(store, "why", 2, patience=0.05)
     assert cause.write("mine") == (2, "mine")
     assert cause.read(grace=0.02) is None
-
-
-# --- NCCL's path ------------------------------------------------------------------------------------------------------
 
 
 def wait_until(condition, seconds=60.0):
@@ -202,9 +193,6 @@ def test_a_stuck_stream_ends_every_rank():
     for message in messages:
         assert "waited 1 s in call 6 phase 2 stage 1 with plan 5eed for ranks [1]" in message
     assert "root cause: rank 0" in messages[1] and "root cause: rank 0" in messages[2]
-
-
-# --- construction -----------------------------------------------------------------------------------------------------
 
 
 def test_devices_need_their_backend():

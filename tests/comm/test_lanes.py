@@ -32,9 +32,6 @@ class TestTwoLanes(Exchanges):
 DELAYS = [(0.004, 0.0), (0.0, 0.004)]  # the lane whose messages are late: across nodes, or inside
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize(("size", "node"), [(4, 2), (5, 3), (6, 1), (3, 8)])
 def test_random_exchanges_over_nodes_equal_the_specification(size: int, node: int, delay: tuple[float, float]) -> None:
@@ -108,9 +105,6 @@ def test_the_end_of_a_chain_is_followed_in_the_lane_that_waits() -> None:
         run_threads(4, rank_main, timeout=0.5, node=2)
 
 
-# --- one order, also for a device that starts one kernel after the other ----------------------------------------------
-
-
 def finishes(posted: list[list[tuple[int, Round]]]) -> bool:
     """Whether devices come to an end that run one batch at a time, in the order of posting.
 
@@ -160,9 +154,6 @@ def test_another_order_on_one_rank_would_hang_there() -> None:
     posted[0].reverse()
     posted[3].reverse()
     assert not finishes(posted)
-
-
-# --- between processes, over gloo in NCCL's place ---------------------------------------------------------------------
 
 
 def test_each_node_has_a_communicator_of_its_own_ranks_alone(tmp_path: Path) -> None:

@@ -54,9 +54,6 @@ class TestProcesses(Exchanges):
         return run_processes(size, on_model, fn, args, timeout, options, comm="shm", timeout=timeout)
 
 
-# --- schedules --------------------------------------------------------------------------------------------------------
-
-
 def schedule(comm, seed, steps=12):
     """All to all, one exchange ahead, on two streams of the rank, the host far ahead of both; what was received."""
     cuda = comm._channel.cuda
@@ -190,9 +187,6 @@ def test_attention_over_it_equals_one_device(case):
 @pytest.mark.sampled(3)
 def test_checks_of_the_device_pass_on_its_model(name, size):
     assert CHECKS[name].right(threads(size, CHECKS[name].case, *CHECKS[name].arguments, delay=0.0003))
-
-
-# --- where tensors lie ------------------------------------------------------------------------------------------------
 
 
 def test_any_strides_and_the_bytes_that_were_staged():
@@ -376,9 +370,6 @@ def test_an_exchange_goes_on_while_a_rank_agrees(run, elements, early):
     assert run(2, on_model, agrees_meanwhile, (elements, early), 30.0, options) == [[3.0], [0.0]]
 
 
-# --- opening and closing ----------------------------------------------------------------------------------------------
-
-
 def opened(control, unreachable):
     """What the constructor raises where rank 0 cannot reach others; the comm beside it goes on."""
     options = {"unreachable": unreachable if control.rank == 0 else ()}
@@ -454,9 +445,6 @@ def test_the_model_has_the_methods_of_the_device():
     model = methods(Model)
     assert model.pop("switch")
     assert model == methods(Cuda)
-
-
-# --- ranks that are gone, streams that do not go on -------------------------------------------------------------------
 
 
 def another(comm):

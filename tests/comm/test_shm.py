@@ -24,9 +24,6 @@ def run(size, fn, *args, timeout=120.0):
     return run_processes(size, fn, *args, comm="shm", timeout=timeout)
 
 
-# --- the protocol -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("size", "steps", "delayed"), [(2, 2500, False), (3, 800, True), (4, 400, True)])
 @pytest.mark.sampled(3)
 def test_random_schedules_equal_the_model(size, steps, delayed):
@@ -82,9 +79,6 @@ def test_a_fork_is_no_rank_and_does_not_end_one():
     for rank, (text, value, left) in enumerate(run(2, shm_cases.forked)):
         assert re.match(f"the comm of rank {rank} belongs to process [0-9]+, not to a fork of it", text)
         assert (value, left) == (1.0, False)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 def errors(folder, fn, *args, size=3, match):
@@ -157,9 +151,6 @@ def test_memory_that_a_peer_may_still_write_is_not_used_again():
     assert run(2, shm_cases.corrupts_nothing)[0]
 
 
-# --- construction -----------------------------------------------------------------------------------------------------
-
-
 def test_one_rank_shares_nothing(alone):
     comm = ShmComm()
     x = comm.empty((4,), torch.float32, torch.device("cpu"))
@@ -210,9 +201,6 @@ def test_shapes_that_no_memory_has_are_refused():
 
 def test_a_fork_takes_no_memory_of_its_parent_s_and_ends_nothing():
     assert run_processes(2, shm_cases.forks, comm="shm") == [([7.0] * 4, True)] * 2
-
-
-# --- the same protocol between threads --------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive

@@ -97,8 +97,6 @@ def other_depth(comm: Comm) -> str:
     return str(raised.value)
 
 
-# --- a model with heads for further tokens ----------------------------------------------------------------------------
-
 WEIGHTS = (1.0, 0.3, 0.1)  # of the losses of the next token and of the two after it
 DOCUMENTS = (11, 1, 6, 2)
 

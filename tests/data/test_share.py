@@ -57,9 +57,6 @@ def shared_of(comm: Comm, cases: list[Case]) -> tuple[Any, ...]:
     return (s, *home)
 
 
-# --- what one device would count --------------------------------------------------------------------------------------
-
-
 def one_device(batch: dict[str, Any]) -> int:
     """Labels that the loss of a causal model counts on one device: shifted along the row (transformers' loss_utils)."""
     rows = batch["labels"] if isinstance(batch["labels"], list) else [batch["labels"]]
@@ -97,9 +94,6 @@ def test_labels_that_are_shifted_already_stay() -> None:
 def test_a_batch_without_labels_has_none() -> None:
     s = share({"input_ids": torch.tensor([[5, 6, 7]])}, LocalComm())
     assert (sorted(s.tensors), s.valid) == (["input_ids"], 0)
-
-
-# --- windows over masked-out tokens -----------------------------------------------------------------------------------
 
 
 def seen_in_row(mask: Tensor, causal: bool, window: tuple[int | None, int | None]) -> list[list[bool]]:
@@ -144,9 +138,6 @@ def test_windows_over_the_batches_of_all_ranks_are_those_of_one() -> None:
     assert alone[0] != Mask([4, 4, 3, 5], window=(2, None))
 
 
-# --- rows that carry gradients ----------------------------------------------------------------------------------------
-
-
 def embedded(comm: Comm, source: str) -> tuple[Tensor, Tensor]:
     """The gradient of sum(w * home(3 x)) + sum(x) at this rank's batch x, and what it should be."""
     g = torch.Generator().manual_seed(0 if source == "replicated" else comm.rank)
@@ -171,9 +162,6 @@ def test_gradients_reach_the_batch_that_brought_the_rows() -> None:
 def test_gradients_of_a_replicated_batch_sum_over_ranks() -> None:
     results = run_threads(3, embedded, "replicated")
     torch.testing.assert_close(sum(got for got, _ in results), results[0][1])
-
-
-# --- replicated batches, entries that are no rows, exchanges ----------------------------------------------------------
 
 
 def replicated(comm: Comm, case: Case) -> tuple[Share, Any, Any, Any]:

@@ -77,9 +77,6 @@ def compared(found: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
         )
 
 
-# --- pairs, as in protein models --------------------------------------------------------------------------------------
-
-
 class Multiply(nn.Module):
     """Triangle multiplication, channel by channel."""
 
@@ -172,9 +169,6 @@ PAIRS = Spec(
 )
 
 
-# --- latitude and longitude, as in weather models ---------------------------------------------------------------------
-
-
 class Axial(nn.Module):
     """Attention along one axis of a grid, with a learned position on that axis and on the other."""
 
@@ -220,9 +214,6 @@ WEATHER = Spec(
     exit=Exit("head", "b h w c", ANY),
     outside=("embed",),
 )
-
-
-# --- all of time and space at once ------------------------------------------------------------------------------------
 
 
 class Attend(nn.Module):
@@ -279,9 +270,6 @@ def dit(shared: bool) -> Spec:
         exit=Exit("head", "b (t s) c", ("t", "s", "b", None)),
         outside=("embed", "time"),
     )
-
-
-# --- several streams -------------------------------------------------------------------------------------------------
 
 
 class Streams(nn.Module):

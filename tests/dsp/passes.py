@@ -15,8 +15,6 @@ from tests.dsp.cases import rand
 from tests.dsp.models import SHARDED, WEATHER, Weather, made
 from tests.dsp.planners import Planner
 
-# --- modules put into a `Weather` -------------------------------------------------------------------------------------
-
 
 class Function(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -43,9 +41,6 @@ def drawn(model: nn.Module) -> None:
     model.mix[0].net.append(Function(lambda x: x * torch.rand_like(x)))
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 class Checkpointed(nn.Module):
     """A module that is recomputed in backward."""
 
@@ -66,8 +61,6 @@ def recomputing(block: nn.Module, name: str, reentrant: bool) -> None:
         block.forward = lambda z: checkpoint(inner, z, use_reentrant=reentrant)
 
 
-# --- a `Weather` under a plan -----------------------------------------------------------------------------------------
-
 GRID = rand(3, 5, 7, 3)
 
 
@@ -87,9 +80,6 @@ def numbers(model: nn.Module, *given: Tensor) -> dict[str, Tensor]:
     out = model(x, *rest)
     out.square().sum().backward()
     return {"out": out.detach(), "d x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-# --- backward passes --------------------------------------------------------------------------------------------------
 
 
 def passes(model: nn.Module, x: Tensor, how: str) -> dict[str, Tensor]:

@@ -32,9 +32,6 @@ from tests.dsp.passes import Checkpointed
 GRID = {"x": rand(2, 5, 7, 3)}
 
 
-# --- several forwards, models and backwards ---------------------------------------------------------------------------
-
-
 def side_by_side(comm: Comm, kind: str) -> list[dict[str, Tensor]]:
     """Two models and three shapes in one process; all forwards before all backwards, the last one first or last."""
     pairs, weather = made(PairStack), made(Weather)
@@ -177,9 +174,6 @@ def frozen(comm: Comm) -> None:
 
 def test_frozen_parameters() -> None:
     run_threads(8, frozen)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def with_block(**changes: object) -> Spec:

@@ -48,9 +48,6 @@ from tests.dsp.planners import by_hand
 PLANNERS = {"one part": SHARDED, "three parts": by_hand(3)}
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
 def copies(comm: Comm, which: str) -> dict[str, Tensor]:
     """A copy has weights of its own, and is parallelized too: its gradients are shares."""
     model = weather(comm)
@@ -102,9 +99,6 @@ def pickled(comm: Comm) -> None:
 
 def test_a_parallelized_model_is_saved_by_its_state_dict() -> None:
     run_threads(1, pickled)
-
-
-# --- modules that were changed ----------------------------------------------------------------------------------------
 
 
 def put_in(model: nn.Module) -> None:
@@ -181,9 +175,6 @@ def test_changes_that_are_no_harm() -> None:
     compared(run_threads(3, inserted), want)
 
 
-# --- checkpoints inside stages ----------------------------------------------------------------------------------------
-
-
 def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
     """A model whose blocks recompute parts of themselves: around what is gathered or shared by heads."""
     model, spec = (made(DiT), dit(False)) if name == "core" else (made(PairStack), PAIRS)
@@ -203,9 +194,6 @@ def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
 def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) -> None:
     (want,) = run_threads(1, part_again, name, reentrant)
     compared(run_threads(3, part_again, name, reentrant), want)
-
-
-# --- backward passes --------------------------------------------------------------------------------------------------
 
 
 # how, and whether stages run in one part or in several; a derivative of a derivative only passes stages in one part
@@ -259,9 +247,6 @@ def test_a_forward_after_an_exception(name) -> None:
     compared(run_threads(3, thrown, name), want)
 
 
-# --- what ranks compare -----------------------------------------------------------------------------------------------
-
-
 def test_other_values_are_told_apart() -> None:
     x = rand(4, 6)
     for dtype in (
@@ -298,9 +283,6 @@ def differing(comm: Comm, how: str) -> str:
 def test_inputs_that_differ_in_order_alone_are_refused(how) -> None:
     for found in run_threads(2, differing, how, timeout=60.0):
         assert found.startswith("a forward of Weather: ranks differ in x")
-
-
-# --- wrappers that reduce gradients -----------------------------------------------------------------------------------
 
 
 def wrapped(comm: Comm, how: str, parts: str) -> dict[str, Tensor]:

@@ -246,9 +246,6 @@ def test_a_mask_by_rows_is_sliced_with_them() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
-# --- blocks whose attention is shared by heads ------------------------------------------------------------------------
-
-
 def by_heads_always(stages, dims, ranks, *, end, training) -> StagePlan:
     """As `held`, whatever the stages allow."""
     costs = Costs(dict(dims), ranks, FREE, training)

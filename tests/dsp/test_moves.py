@@ -91,9 +91,6 @@ def test_shares_are_those_of_a_layout() -> None:
             assert shares(size, ranks) == [layout.tokens(rank) for rank in range(ranks)]
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
 def way(comm: Comm, dims: dict[str, int], grad: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """A model of two stages with a weight in each, whole at both ends: gradients of x and of the weight inside."""
     space, form = Space(known(dims), comm), "(b t) s c"
@@ -138,9 +135,6 @@ def adjoint(comm: Comm, form: str) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_switch_has_its_adjoint(form) -> None:
     assert abs(sum(run_threads(4, adjoint, form))) < 1e-6
-
-
-# --- bytes, exchanges, overlap ----------------------------------------------------------------------------------------
 
 
 def several(comm: Comm, way: str) -> tuple[list[int], list[Tensor]]:
@@ -242,9 +236,6 @@ def test_work_between_begin_and_wait_runs_beside_the_exchange_in_both_directions
     assert run_threads(3, overlapped, delay=0.01) == [[*order, "backward", *order]] * 3
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text", ["", "b b", "(b t) (t s)", "b ... s", "b, t", "(b (t s))", "2 b", "(b ...)", "b t)", "b-t", "(b t"]
 )
@@ -301,9 +292,6 @@ def test_dims_that_are_none() -> None:
 def test_the_op_of_several_is_a_proper_op() -> None:
     xs = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, 2, 6)]
     opcheck(torch.ops.seqpar.switch, (xs, [bind(LocalComm())], [0, 0], [1, 2], [4], [6], 0, [True, False]))
-
-
-# --- any move ---------------------------------------------------------------------------------------------------------
 
 
 def staged(comm: Comm, dims: dict[str, int]) -> None:

@@ -33,8 +33,6 @@ from tests.dsp.models import FREE, PAIRS, WEATHER, DiT, PairStack, Weather, comp
 from tests.dsp.passes import GRID, Checkpointed, drawn, dropout, numbers, recomputing, weather
 from tests.dsp.planners import Planner, at_random, by_batch, by_hand
 
-# --- one plan, all of whose stages are run in parts -------------------------------------------------------------------
-
 
 def without(comm: Comm, how: str) -> dict[str, Tensor]:
     """Passes in which not everything needs a gradient, or nothing."""
@@ -111,9 +109,6 @@ class Seen:
     def __call__(self, stages: list[Stage], dims: object, ranks: int, **given: object) -> StagePlan:
         self.stages = stages
         return plan_stages(stages, dims, ranks, **given)
-
-
-# --- the order of what is posted --------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -201,9 +196,6 @@ def listed(text: str) -> str:
     return " ".join(text.split()).removesuffix(",")
 
 
-# --- what moves -------------------------------------------------------------------------------------------------------
-
-
 def counted(comm: Comm, count: int) -> tuple[int, Stats, Stats]:
     """Exchanges by the plan, and what was counted in the stages of a forward and a backward."""
     model = made(Weather)
@@ -246,9 +238,6 @@ def test_parts_of_a_dimension(size, ranks, parts) -> None:
     assert [sum(each) for each in by_rank] == shares(size, ranks)
 
 
-# --- what parts take --------------------------------------------------------------------------------------------------
-
-
 def on_one_link(into: float, inside: float, out: float, sizes: list[float]) -> float:
     """Seconds of parts of these sizes, of 1 in all: on one link first all that comes in, then what goes out."""
     link, ready, arrived, sent = 0.0, 0.0, [], 0.0
@@ -286,9 +275,6 @@ def test_seconds_of_parts_are_those_of_one_link(size, ranks, parts, inside, wide
         want = on_one_link(comes, inside, goes, of_all)
     uneven = max(of_all) - min(of_all)
     assert want - 1e-12 <= found <= want + uneven * (comes + inside + goes) + 1e-12
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 class Selective(nn.Module):
@@ -357,9 +343,6 @@ class CheckpointedWith(Checkpointed):
 def test_what_is_recomputed_inside_a_part(reentrant, around) -> None:
     (want,) = run_threads(1, part_again, reentrant, around)
     compared(run_threads(4, part_again, reentrant, around), want)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def thrown(comm: Comm, part: int, only: int | None, *, once: bool = False) -> tuple[str, dict[str, Tensor] | str]:
@@ -581,9 +564,6 @@ def test_buffers_that_a_forward_changes() -> None:
         assert all(words in said for said in run_threads(2, changing, planner, False, batch, timeout=60.0))
     said = run_threads(2, changing, by_hand(1), True, 3, timeout=60.0)
     assert all("mix.0 mixes h, along which ranks share its rows" in each for each in said), said
-
-
-# --- what is gathered, hooks ------------------------------------------------------------------------------------------
 
 
 def sharded_within(comm: Comm, batch: int) -> list[str]:

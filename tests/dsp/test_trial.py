@@ -393,9 +393,6 @@ def test_experts_are_right_where_results_are_rough(dtype: torch.dtype, autocast:
     assert refused(model, x=rand(1, 16, 6, 3).to(dtype), autocast=autocast) == ["nothing"] * 2
 
 
-# --- what is right, and stays so --------------------------------------------------------------------------------------
-
-
 class Drawing(Stage):
     """Left out now and then, by a generator that all ranks seed alike."""
 
@@ -754,9 +751,6 @@ def test_a_trial_under_a_checkpoint(reentrant: bool) -> None:
     is_one_process(2, make)
 
 
-# --- what a model returns ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("returns", ["a share", "what follows a share"])
 def test_a_model_that_returns_shares(returns: str) -> None:
     for said in refused(Clip(returns=returns)):
@@ -780,9 +774,6 @@ def test_a_skip_past_the_stages_counts_once_for_each_rank(returns: str) -> None:
 
     (want,) = run_threads(1, on_a_rank)
     compared(run_threads(2, on_a_rank), want)
-
-
-# --- what modules keep ------------------------------------------------------------------------------------------------
 
 
 class Routed(nn.Module):
@@ -943,8 +934,6 @@ def test_parameters_after_the_exit_are_for_a_loss_that_is_summed() -> None:
     summed(Refined, spec, lambda model, out: out.square().sum())
 
 
-# --- random numbers and state -----------------------------------------------------------------------------------------
-
 DROPS: dict[str, Mixing] = {
     "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
     "torch.dropout by name": lambda x: torch.dropout(x, p=0.5, train=True),
@@ -1021,9 +1010,6 @@ def test_weights_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
     assert refused(model) == ["nothing"] * 2
 
 
-# --- what is not a stage ----------------------------------------------------------------------------------------------
-
-
 class Ended(Clip):
     """Its last module looks at the row before."""
 
@@ -1082,9 +1068,6 @@ def test_a_norm_between_stages_is_made_a_stage() -> None:
     block = Block("norm", {"input": "b t s c"}, ("s",), rest=ANY)
     spec = replace(SPEC, model="Normed", blocks=(SPEC.blocks[0], block, SPEC.blocks[1]))
     is_one_process(2, partial(made, Normed), spec)
-
-
-# --- ranks without rows -----------------------------------------------------------------------------------------------
 
 
 class Widened(Clip):

@@ -62,9 +62,6 @@ def outcome(model: nn.Module, loss: Tensor) -> Outcome:
     return Outcome(float(loss), grads)
 
 
-# --- ways in ----------------------------------------------------------------------------------------------------------
-
-
 def batches(row: Architecture, kind: str) -> list[dict[str, Tensor]]:
     """What each rank's loader brings: padded on the right, or documents packed into one row."""
     g = torch.Generator().manual_seed(3)

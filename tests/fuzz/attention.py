@@ -87,8 +87,6 @@ def drawn(draw: Random, seed: int) -> Attention:
     return made
 
 
-# --- misuse: what one rank does otherwise -----------------------------------------------------------------------------
-
 Call = dict[str, Any]
 
 
@@ -232,9 +230,6 @@ def back(case: Attention, plan: Plan, comm: Comm, out: Tensor, lse: Tensor | Non
     loss = losses[case.forms[comm.rank] if lse is not None else "out"]
     for n in range(passes if loss.requires_grad else 0):
         loss.backward(retain_graph=n + 1 < passes)
-
-
-# --- the oracle -------------------------------------------------------------------------------------------------------
 
 
 def expected(case: Attention, plan: Plan) -> dict[str, Tensor]:

@@ -435,9 +435,6 @@ def test_every_model_that_diffusers_can_share_out_is_served() -> None:
     assert len(own) > 5 and own <= set(RECIPES)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def refused(match: str, kind: type[Exception], change: Callable[[nn.Module, dict[str, Any]], None], name: str) -> None:
     model, inputs = made(name)
     parallelize(model, LocalComm())

@@ -66,9 +66,6 @@ from tests.ops.cases import EACH, OUT, Options, check
 LIBRARIES = (AtenFlash, CuDNN, Flash2, Flash3, Flash4)
 
 
-# --- the stand-in -----------------------------------------------------------------------------------------------------
-
-
 def seen_pairs(n: int, m: int, causal: bool, left: int, right: int) -> Tensor:
     """Which keys a query sees, bool [n, m], the last query beside the last key; -1 for no limit."""
     right = 0 if causal else right
@@ -215,8 +212,6 @@ class Nobody(Blockwise):
     forward = backward = None  # type: ignore[assignment]
 
 
-# --- against the oracle -----------------------------------------------------------------------------------------------
-
 BASE = Case()
 MADE_OF_SEGMENTS = ("causal", "full", "packed", "window")  # each query row in one
 
@@ -306,9 +301,6 @@ def test_masks_of_several_bands_and_trees_over_ranks_equal_one_device(mask, monk
     for ranks in (1, 3):
         check(Plan(mask, Layout.zigzag([75], ranks)), (4, 2), (8, 8), Options(kernel="flash_lse"), uses=EACH)
     assert flash.calls
-
-
-# --- the executor -----------------------------------------------------------------------------------------------------
 
 
 def buffers(case: Case) -> tuple[Operands, Sums]:
@@ -449,9 +441,6 @@ def test_no_heads_rows_or_keys() -> None:
     grads = [torch.zeros_like(x) for x in (q[:0], k, v)]
     kernel.backward(empty, Grads(q[:0], lse[:, :0], lse[:, :0], q[:0], *grads))
     assert not any(x.any() for x in grads)
-
-
-# --- the libraries' own arguments -------------------------------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
@@ -790,8 +779,6 @@ def test_flash4_is_given_delta_where_lse_has_a_gradient(flash4) -> None:
     equals_oracle(Segmented(taken, rest=Nobody()), Case(dim=32, v_dim=32, dtype=torch.bfloat16, with_lse=True))
     assert flash4[-1]["dlse"] is not None
 
-
-# --- who can do what, and who is chosen -------------------------------------------------------------------------------
 
 HOPPER = CallSpec("cuda", 90, torch.bfloat16, heads=32, kv_heads=8, dim=128, v_dim=128, merges=False)
 

@@ -62,9 +62,6 @@ def test_processes() -> None:
     assert_together(plan, run_processes(2, step, plan), one_process(plan))
 
 
-# --- windows, options -------------------------------------------------------------------------------------------------
-
-
 def windowed() -> nn.Module:
     return decoder({"window": (3, None)}, {}, {"window": (1, 0), "softcap": 2.0, "scale": 0.7})
 
@@ -91,9 +88,6 @@ def test_options_are_those_of_the_verb() -> None:
     batched = layer(q[None], k[None], v[None], seqpar.bind(plan, comm), sinks=sinks, alibi_slopes=slopes)
     assert torch.equal(batched, expected[None])
     assert repr(layer) == "Attention(scale=0.3, softcap=1.5, window=(2, None), kernel=reference)"
-
-
-# --- where the plan comes from ----------------------------------------------------------------------------------------
 
 
 def pair(**mask: object) -> tuple[Plan, LocalComm]:
@@ -177,9 +171,6 @@ def test_a_copy_is_a_layer_of_its_own(copied) -> None:
     assert not torch.equal(other(q, q, q), layer(q, q, q))
 
 
-# --- dropout ----------------------------------------------------------------------------------------------------------
-
-
 def dropping() -> nn.Module:
     return decoder({"dropout": 0.4}, {"dropout": 0.2})
 
@@ -229,9 +220,6 @@ def test_ranks_that_count_steps_differently_say_so() -> None:
 
     with pytest.raises(ValueError, match="ranks differ in dropout_seed"):
         run_threads(2, on_a_rank)
-
-
-# --- autocast ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -248,9 +248,6 @@ def test_two_models_whose_forwards_come_between_and_blocks_inside_what_is_recomp
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-# --- what cannot be right ---------------------------------------------------------------------------------------------
-
-
 def rows_of(plan: Plan) -> Tensor:
     g = torch.Generator().manual_seed(1)
     return torch.randn(plan.mask.tokens, 2, 4, dtype=torch.float64, generator=g).requires_grad_()
@@ -432,9 +429,6 @@ def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
     assert torch.equal(x.grad, expected)
 
 
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("by", ["surrounding", "bound", "handle"])
 @pytest.mark.exhaustive
@@ -490,9 +484,6 @@ def test_what_was_bound_in_inference_mode_is_saved_in_training(by) -> None:
         assert torch.equal(got, expected)
 
 
-# --- frozen layers ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_attention_that_needs_no_gradient_is_recomputed_under_its_plan(reentrant) -> None:
     """Nothing of it is in the graph, yet what comes after it in the checkpoint depends on it."""
@@ -515,9 +506,6 @@ def test_attention_that_needs_no_gradient_is_recomputed_under_its_plan(reentrant
 
     torch.testing.assert_close(grad(checkpointed), grad(region), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad(checkpointed, other(plan)), grad(region), rtol=1e-12, atol=1e-12)
-
-
-# --- save_attention ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", WHERE)

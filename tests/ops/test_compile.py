@@ -111,9 +111,6 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-# --- one graph for all plans ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", ["objects", "handle"])
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.sampled(4)
@@ -255,9 +252,6 @@ def test_another_seed_is_another_dropout() -> None:
     assert counter.frame_count <= 2
 
 
-# --- handles ----------------------------------------------------------------------------------------------------------
-
-
 def test_equal_values_have_equal_handles_that_copies_share() -> None:
     (plan, comm), q = pair(), torch.randn(14, 2, 4)
     handle = bind(plan, comm)
@@ -370,8 +364,6 @@ def test_a_compiled_call_checks_what_it_gets() -> None:
         run(torch.randn(14, 2, 4), handle, dropout_p=1.5)
 
 
-# --- opcheck ----------------------------------------------------------------------------------------------------------
-
 LAYOUTS = {"trivial": Layout.contiguous(14, 1), "traded": Layout([list(range(13, -1, -1))])}
 
 
@@ -407,9 +399,6 @@ def test_relayout_is_a_proper_op() -> None:
     there, whole = bind(src, dst, comm), bind(plan, comm)
     opcheck(OPS.relayout, (x, [there], 14, [True]))
     opcheck(OPS.unshard, (x, [whole], "q", 0, 14, [True]))
-
-
-# --- the other verbs --------------------------------------------------------------------------------------------------
 
 
 def moved(x: Tensor, comm: Comm, src: Layout, dst: Layout, rows: list[int]) -> Tensor:
@@ -450,9 +439,6 @@ def test_the_other_verbs_say_what_a_graph_needs() -> None:
         compiled(lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=plan.layout, rows=13))(x)
     with pytest.raises(Exception, match="unshard: not supported in a compiled model"):
         compiled(lambda x: seqpar.unshard(x, plan, comm))(x)
-
-
-# --- tickets ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -576,9 +562,6 @@ def test_the_op_has_no_double_backward() -> None:
 
 def test_a_ticket_says_nothing_by_its_value() -> None:
     assert int(carry("anything")) == int(carry("else")) == 0
-
-
-# --- what compilers drop ----------------------------------------------------------------------------------------------
 
 
 def evaluated(comm: Comm, verb: str) -> float:

@@ -100,9 +100,6 @@ def test_relayout_packs_once_and_unpacks_once(copies, direct) -> None:
         assert messages == 1
 
 
-# --- the head trade ---------------------------------------------------------------------------------------------------
-
-
 def traded(comm: Comm, copies: dict[int, Counts], plan: Plan, heads: tuple[int, int]) -> tuple[Recorder, Counts]:
     recorder = Recorder(comm)
     step(recorder, plan, heads, (8, 4), 0, torch.float64)

@@ -54,9 +54,6 @@ def own_pairs(plan: Plan, rank: int) -> np.ndarray:
     return seen_pairs(plan.mask)[at] & (at >= 0)[:, None]
 
 
-# --- what a plan says -------------------------------------------------------------------------------------------------
-
-
 @examples(100)
 @given(any_plans)
 def test_the_buffer_holds_what_own_rows_see_and_nothing_else(plan) -> None:
@@ -89,9 +86,6 @@ def test_a_rank_of_the_plan_and_whole_bytes() -> None:
         plan.fetch_bytes(0, row_bytes=1.5)
     assert [plan.fetch_bytes(rank, row_bytes=10) for rank in (0, 1)] == [20, 0]
     assert [plan.fetch_bytes(rank, row_bytes=10, backward=True) for rank in (0, 1)] == [0, 20]
-
-
-# --- the verb ---------------------------------------------------------------------------------------------------------
 
 
 def taken(comm: Comm, plan: Plan, dtype: torch.dtype, tail: tuple[int, ...]) -> Tensor:
@@ -234,9 +228,6 @@ def test_gradients_are_summed_in_float32() -> None:
         assert got.tolist() == [262.0]  # 256 + 7 * 0.75 rounded once; bf16 sums would stay at 256
 
 
-# --- wrong calls ------------------------------------------------------------------------------------------------------
-
-
 def wrong_call(comm: Comm, name: str) -> tuple[str, str, int]:
     """The error of a rank when rank 1 calls wrongly, and the bytes that moved; then the right call must work."""
     wrong = comm.rank == 1
@@ -302,9 +293,6 @@ def test_a_plan_alone_and_no_comm_are_named() -> None:
         seqpar.fetch(x, plan)
     with pytest.raises(TypeError, match="fetch got 'x' for its comm; give it"):
         seqpar.fetch(x, plan, "x")
-
-
-# --- compiled ---------------------------------------------------------------------------------------------------------
 
 
 def fetched(x: Tensor, handle: Tensor, rows: int) -> Tensor:

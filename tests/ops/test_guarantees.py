@@ -25,8 +25,6 @@ from tests.cases import Case, any_cases, cases, examples
 from tests.ops.cases import HEADS, collect, inputs, poisoned
 from tests.ops.recorded import DTYPES, assert_same_bits, counted, recorded, step
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
 
 @examples(80)
 @given(
@@ -99,9 +97,6 @@ def test_a_full_ring_makes_one_exchange_less_than_ranks(transport, ranks) -> Non
         assert recorder.posted(Phase.BACK_KEYS) == list(range(1, ranks))
 
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ranks", "ulysses", "node"), [(4, 1, None), (4, 2, None), (6, 1, 3)])
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "arbitrary"])
 @pytest.mark.sampled(3)
@@ -119,8 +114,6 @@ def test_received_keys_take_two_stages_and_of_a_node_two_entries(layout, ranks, 
         arrivals = [len(b) for b in recorder.buffers if b.dim() == 3]
         assert ulysses > 1 or arrivals == sorted(set(arrivals))
 
-
-# --- time -------------------------------------------------------------------------------------------------------------
 
 SLOW = (
     *(
@@ -192,9 +185,6 @@ def test_backward_passes_of_one_graph_do_not_meet(transport) -> None:
     torch.testing.assert_close(torch.cat(run_threads(4, skewed_backwards, plan)), q.grad, rtol=1e-10, atol=1e-10)
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------------
-
-
 def autocast(comm: Comm, plan: Plan, dtype: torch.dtype, kernel: str, enabled: bool) -> list[Tensor]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         return step(comm, plan, (4, 2), (4, 4), 0, dtype, kernel=kernel)
@@ -233,8 +223,6 @@ def test_autocast_casts_queries_keys_and_values_as_torch_does(dtypes) -> None:
         assert (out.dtype, lse.dtype) == (expected, torch.float32)
         assert [x.dtype for x in grads] == [*(x.dtype for x in rows), torch.float32]
 
-
-# --- what is not finite -----------------------------------------------------------------------------------------------
 
 SIDES = ("q", "k", "v", "dout")
 

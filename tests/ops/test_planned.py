@@ -141,9 +141,6 @@ def test_plans_over_processes_equal_one_device(run: Callable[..., Any]) -> None:
     assert widths >= {1, 2, 4} and degrees >= {1, 2, 4}
 
 
-# --- a decoder --------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def decoder() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "examples" / "decoder.py"

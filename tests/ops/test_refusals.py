@@ -32,8 +32,6 @@ from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step
 
-# --- honoured or refused ----------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Scaled(Options):
@@ -92,8 +90,6 @@ def test_options_that_change_no_number() -> None:
 def relaxed(comm: Comm, *arguments: object) -> list[Tensor]:
     return step(comm, *arguments, deterministic=False)
 
-
-# --- bad facts --------------------------------------------------------------------------------------------------------
 
 FACTS = (
     (lambda: Mask([]), "lengths must be a non-empty sequence"),
@@ -175,9 +171,6 @@ def test_bad_facts_are_named(make, message) -> None:
 def test_what_is_not_built_says_so() -> None:
     with pytest.raises(NotImplementedError, match="give one width"):
         Plan(Mask.from_bounds([0, 0], [2, 2], lengths=[1, 1]), Layout.contiguous(2, 2), ulysses=[1, 2])
-
-
-# --- bad calls --------------------------------------------------------------------------------------------------------
 
 
 def arguments_of(comm: Comm) -> dict[str, object]:
@@ -472,8 +465,6 @@ def test_strides_that_cost_nothing_are_taken() -> None:
     assert seqpar.attention(one, one, one, plan, LocalComm()).shape == (13, 2, 1)
 
 
-# --- ranks that differ ------------------------------------------------------------------------------------------------
-
 DIFFER: dict[str, tuple[Callable[[dict], dict], str, str]] = {
     "plan": (lambda a: a | {"plan": replace_transport(a["plan"])}, "plan", ""),
     "dtype": (
@@ -595,9 +586,6 @@ def test_a_bad_call_after_the_comparison_ends_all_ranks() -> None:
     assert kind == "PeerError" and "rank 1" in text
 
 
-# --- the other verbs --------------------------------------------------------------------------------------------------
-
-
 def bad_verb(comm: Comm, name: str) -> tuple[str, str, int]:
     """What rank 0..2 get when rank 1 calls a verb wrongly; then the right call must work."""
     wrong = comm.rank == 1
@@ -711,9 +699,6 @@ def test_bad_calls_of_other_verbs_raise_on_all_ranks(name) -> None:
         assert kind == "ValueError" or (rank == 1 and kind == "TypeError"), (kind, text)
         assert moved == 0
         assert "rank 1" in text or rank == 1
-
-
-# --- tensors without rows of memory, and transforms -------------------------------------------------------------------
 
 
 def test_verbs_take_a_ranks_part_of_a_dtensor() -> None:

@@ -38,9 +38,6 @@ def attend(x: Tensor, plan: Plan | Tensor, comm: Comm | None = None, **options: 
     return seqpar.attention(x.sin(), x, x, plan, comm, **options)
 
 
-# --- how a region runs ------------------------------------------------------------------------------------------------
-
-
 def plain(region: Region, x: Tensor) -> Tensor:
     return region(x)
 
@@ -74,9 +71,6 @@ ANY = pytest.mark.parametrize(
         ),
     ],
 )
-
-
-# --- what is an error -------------------------------------------------------------------------------------------------
 
 
 def changed(run: Run, region: Callable[[Tensor, int], Tensor]) -> None:
@@ -146,9 +140,6 @@ def test_every_rank_raises_also_for_the_plan_of_one(run: Run, swapping: list[int
             loss.backward()
 
     run_threads(2, rank)
-
-
-# --- what is none -----------------------------------------------------------------------------------------------------
 
 
 def gradients(run: Run, region: Callable[[Tensor, int], Tensor], order: Sequence[int] = (0, 1)) -> list[Tensor]:

@@ -156,9 +156,6 @@ def test_what_synchronises_is_noticed(act: Callable[[Tensor], object]) -> None:
         act(x)
 
 
-# --- fake tensors of a CUDA device ------------------------------------------------------------------------------------
-
-
 class Silent:
     """A comm by which nothing arrives, which fake tensors do not mind."""
 
@@ -272,9 +269,6 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
             assert switches._all_to_all([x], comm, ([1], [0], *shares), tag)[0].shape == (5 * plan.ranks, 2)
         moved = [moves for moves in (there, needed) if (moves.sends.keys() | moves.recvs.keys()) - {rank}]
         assert comm.posted == 3 + 2 * len(moved)
-
-
-# --- CPU tensors through the verbs ------------------------------------------------------------------------------------
 
 
 class Order:
@@ -482,9 +476,6 @@ def test_what_was_uploaded_goes_with_two_layouts_that_rows_went_between() -> Non
         assert found and all(each() is None for each in found)
     finally:
         gc.enable()
-
-
-# --- a CUDA device ----------------------------------------------------------------------------------------------------
 
 
 def on_device(comm: Comm, plan: Plan, options: dict[str, object], kernel: str, warm: threading.Barrier) -> None:

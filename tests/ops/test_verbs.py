@@ -41,9 +41,6 @@ def adjoint(ax: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, list[float]]:
     return aty, [(ax * y).sum().item(), (x * aty).sum().item()]
 
 
-# --- switch -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Switch:
     """A switch between two dims of a tensor of `shape` whose shares are `split` and `concat`."""
@@ -119,9 +116,6 @@ def test_switch_takes_equal_shares_by_default_and_any_strides() -> None:
         assert torch.equal(got, want)
 
 
-# --- relayout ---------------------------------------------------------------------------------------------------------
-
-
 def two_layouts(kinds: tuple[str, str], ranks: int, seed: int) -> tuple[Layout, Layout]:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, 4).tolist()
@@ -165,9 +159,6 @@ def relayout_products(comm: Comm, src: Layout, dst: Layout) -> list[float]:
 def test_relayout_has_its_adjoint(kinds, ranks, seed) -> None:
     ax_y, x_aty = np.sum(run_threads(ranks, relayout_products, *two_layouts(kinds, ranks, seed)), axis=0)
     assert ax_y == x_aty
-
-
-# --- shard and unshard ------------------------------------------------------------------------------------------------
 
 
 def round_trip(comm: Comm, plan: Plan, dim: int, side: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -236,9 +227,6 @@ def test_unshard_sums_gradients_in_float32() -> None:
         assert got.tolist() == [262.0]  # 256 + 7 * 0.75 rounded once; bf16 sums would stay at 256
 
 
-# --- merge ------------------------------------------------------------------------------------------------------------
-
-
 def parts(seed: int, count: int, blind: list[bool]) -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(seed)
     found = []
@@ -305,9 +293,6 @@ def test_merge_has_gradients_also_of_rows_that_see_nothing() -> None:
 def test_merge_refuses_other_kinds_and_shapes(given: tuple[Any, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         seqpar.merge(*given, *given)
-
-
-# --- sub-communicators ------------------------------------------------------------------------------------------------
 
 
 def two_by_two(comm: Comm, plans: list[Plan], strided: bool) -> list[Tensor]:
@@ -390,9 +375,6 @@ def test_a_tangent_is_refused_and_not_lost(verb) -> None:
             seqpar.switch(x, comm, split_dim=0, concat_dim=1)
         else:
             seqpar.relayout(x, comm, src=layout, dst=layout)
-
-
-# --- the oracle -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", ["none", "alibi_slopes", "sinks", "dropout_p"])

@@ -31,9 +31,6 @@ GATHERED = LayerBytes(heads=1, state=1, map=1, row=1 << 30)  # of states so smal
 HYBRIDS = ["qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "nemotron-h-8b", "granite-4.0-h-small"]
 
 
-# --- what is passed ---
-
-
 @given(st.data())
 def test_pieces_in_any_order_are_counted_as_their_layout(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 6))
@@ -146,9 +143,6 @@ def sent_alone(plan: Plan, layer: RecurrentLayer) -> Tensor:
     out = recurrent.linear_attention(q, k, v, plan, LocalComm(), decay=decay, beta=beta, kernel="chunked")
     assert isinstance(out, Tensor)
     return out
-
-
-# --- what it costs ---
 
 
 def test_a_cut_document_costs_one_exchange_of_states_and_one_of_halos_in_each_direction() -> None:
@@ -283,9 +277,6 @@ def test_states_and_products_take_memory() -> None:
     small = replace(shape, recurrent=replace(layer, value_dim=64))
     more, less = Memory.of(shape, H100, 1 << 20), Memory.of(small, H100, 1 << 20)
     assert more.fixed - less.fixed == 2 * 8 * 32 * 128 * 64 * 4 and more.row > less.row
-
-
-# --- sizes of models ---
 
 
 def test_sizes_that_no_layer_has_are_refused() -> None:

@@ -521,9 +521,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         run_threads(2, lonely, timeout=0.5)
 
 
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_norms_and_clipping_are_those_of_torch(norm_type: float, dtype: torch.dtype) -> None:
@@ -577,9 +574,6 @@ def test_a_norm_that_is_not_finite_is_refused_if_asked() -> None:
     assert p.grad[0] == 1.0
     with pytest.raises(ValueError, match="norm_type=0.5"):
         grad_norm([p], norm_type=0.5)
-
-
-# --- sums, statistics, evaluation -------------------------------------------------------------------------------------
 
 
 def summed(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
@@ -910,9 +904,6 @@ def test_a_rank_that_fails_in_a_sum_is_named() -> None:
         "all_sum (forward), call 0 stage 0, lost the connection to rank 1; root cause: rank 1: a sum over ranks, "
         "call 0: ArithmeticError" in waiting
     )  # in the exchange, or while it posts it
-
-
-# --- gradients and rows of other kinds --------------------------------------------------------------------------------
 
 
 def unusual_gradients(comm: Comm) -> list[Tensor]:

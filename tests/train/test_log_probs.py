@@ -263,9 +263,6 @@ def test_what_cannot_be_is_refused() -> None:
             token_log_probs(hidden, weight, labels, **options)
 
 
-# --- there and back -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("form", ["padded", "packed", "list"])
 def test_rows_travel_with_what_belongs_to_them_and_results_go_home(form: str, ranks: int) -> None:

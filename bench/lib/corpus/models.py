@@ -35,9 +35,6 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-# --- plans of a batch -------------------------------------------------------------------------------------------------
-
-
 def ring(lengths: Any, ranks: int) -> Plan:
     return Plan(Mask(lengths), Layout.zigzag(lengths, ranks), transport="ring")
 
@@ -49,7 +46,6 @@ def wide(lengths: Any, ranks: int) -> Plan:
 
 PLANS = {"ring": ring, "wide": wide}
 
-# --- transformers -----------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -128,9 +124,6 @@ def transformers() -> Cases:
     return calls
 
 
-# --- diffusers --------------------------------------------------------------------------------------------------------
-
-
 def flux_model() -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
@@ -204,9 +197,6 @@ def latte() -> Cases:
         for ranks in (1, 2, 3, 4, 8)
         for dtype in (torch.float32, torch.float64)
     }
-
-
-# --- plain PyTorch ----------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

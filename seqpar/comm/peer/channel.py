@@ -171,8 +171,6 @@ class PeerChannel(Channel):
         for stream in streams:
             self.cuda.end(stream)
 
-    # --- exchanges
-
     def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> PeerExchange:
         """Make the current stream give its credits, tell peers, and push everything that peers wait for already."""
         self.calls.append(tag)
@@ -415,8 +413,6 @@ class PeerChannel(Channel):
         self.pool.used([x for x, own in zip(tensors, owned, strict=True) if own], stream)
         self.cuda.used([x for x, own in zip(tensors, owned, strict=True) if not own], stream)
 
-    # --- failure
-
     @property
     def cause(self) -> tuple[int, str] | None:
         """The (rank, reason) that killed the comm, None while it lives."""
@@ -497,8 +493,6 @@ class PeerChannel(Channel):
             if not self.closed:
                 self.cuda.write(self.private, words)
             return not self.closed
-
-    # --- called by the monitor's thread
 
     def _look(self) -> bool:
         """Whether the comm is dead; it is if a process has ended for whose rank a stream waits."""

@@ -266,8 +266,6 @@ def without_seed(module: nn.Module) -> NotImplementedError:
     )
 
 
-# --- models that never ask for it -----------------------------------------------------------------------------------
-
 MADE = "_seqpar_made"  # on models: whether they were made for `KEY`, or told to use it, whatever their config says now
 
 
@@ -378,8 +376,6 @@ def _rows_of_a_plan(model: PreTrainedModel) -> bool:
         return False
     return True
 
-
-# --- the registries of transformers, which are global to the process ------------------------------------------------
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
 ATTENTION_SETTERS = (

@@ -232,8 +232,6 @@ class ParallelTransformer(ParallelModel):
         with super().local(), implementation(self.text, self._before if self._before != KEY else "eager"):
             yield
 
-    # --- installation ------------------------------------------------------------------------------------------------
-
     def _install(self) -> None:
         model, undone = self.model, self._undone
         self._replace(model, generators(self, model))
@@ -264,8 +262,6 @@ class ParallelTransformer(ParallelModel):
         # copying looks up the last two on the instance before anything else
         copies = {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
         self._undone.enter_context(replaced(module, {"forward": forward, PARALLEL: self, **more, **copies}))
-
-    # --- a forward pass ----------------------------------------------------------------------------------------------
 
     @partial(torch.compiler.disable, recursive=False)
     def _forward(

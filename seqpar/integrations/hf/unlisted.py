@@ -68,9 +68,6 @@ def attended(
     return out.transpose(0, 1)[None]
 
 
-# --- classes with a method for the product ----------------------------------------------------------------------------
-
-
 def gptj(module: Any, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
     """The product of GPT-J and CodeGen."""
     scale, dropout = 1 / float(module.scale_attn), module.attn_dropout.p
@@ -86,9 +83,6 @@ def gpt_neo(module: Any, attend: Callable[..., Any], query: Tensor, key: Tensor,
 
 def _local(module: Any) -> bool:
     return bool(module.attention_type == "local")
-
-
-# --- classes whose forward is written anew ----------------------------------------------------------------------------
 
 
 def bloom(module: Any, forward: Callable[..., Any], hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> Any:

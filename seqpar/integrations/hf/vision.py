@@ -155,8 +155,6 @@ class ParallelVision(ParallelTransformer):
             found |= {"position_ids": at[0] if len(at) == 4 else None}
         return found
 
-    # --- a forward pass ----------------------------------------------------------------------------------------------
-
     @partial(torch.compiler.disable, recursive=False)
     def _forward(
         self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
@@ -279,8 +277,6 @@ class ParallelVision(ParallelTransformer):
             raise NotImplementedError(f"a layer of {type(self.model).__name__} attends in chunks, and to whole images")
         sides = (own.mask_for(causal=causal, window=(rule.left, None)) for causal in (False, True))
         return plan.with_mask(blocks.mask(rule._replace(block=block), *sides))
-
-    # --- ranks without images ----------------------------------------------------------------------------------------
 
     def _blank(self, what: str, own: Mapping[str, Any], error: Exception | None) -> list[Callable[[], Any]]:
         """Runs of towers on blank inputs, of each kind that another rank has and this one has not. A collective."""

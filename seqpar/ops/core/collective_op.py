@@ -123,8 +123,6 @@ class CollectiveOp:
             return self._recorded(self, values, (*options, grads), *tensors)  # type: ignore[no-any-return]
         return self._unrecorded(tensors, values, *options, grads)[0]  # type: ignore[no-any-return]
 
-    # --- in graphs ---------------------------------------------------------------------------------------------------
-
     def define(self, tensors: int | None, schema: str, fake: Callable[..., Any]) -> None:
         """Register the op ``seqpar::name``. tensors: number of arguments before the handles, None for one list."""
         self._tensors = tensors

@@ -57,9 +57,6 @@ def fetch_all(
     return list(FETCH(tensors, values, UNKNOWN if rows is None else rows))
 
 
-# --- the op ---------------------------------------------------------------------------------------------------------
-
-
 def _run(
     xs: Sequence[Tensor], values: Sequence[Any], rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:

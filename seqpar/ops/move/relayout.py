@@ -234,9 +234,6 @@ def _layout_of(plan: Plan, side: str) -> Layout:
     return plan.layout if side == "q" else plan.kv_layout
 
 
-# --- rows on their way ----------------------------------------------------------------------------------------------
-
-
 def exchanged(xs: Sequence[Tensor], comm: Comm, moves: Sequence[Moves], tag: Tag) -> list[Tensor]:
     """The rows of each tensor's move, those that stay included, all in one exchange; sums are in rank order."""
     ys = []
@@ -266,9 +263,6 @@ def move_rows(xs: Sequence[Tensor], comm: Comm, moves: Moves, tag: Tag) -> list[
     with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
         ys = exchanged(xs, comm, [moves] * len(xs), tag)
     return [y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
-
-
-# --- the ops --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -171,9 +171,6 @@ def _facts(
     return facts, digest_of_call("switch", facts)
 
 
-# --- the exchange ---------------------------------------------------------------------------------------------------
-
-
 def _post(
     xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
     concat: Sequence[int], tag: Tag,
@@ -205,9 +202,6 @@ def _all_to_all(xs: Sequence[Tensor], comm: Comm, sides: tuple[Sequence[int], ..
 def _aborting(comm: Comm, tag: Tag) -> AbstractContextManager[None]:
     """Tells the other ranks of an error in a part of the exchange, which they would wait for."""
     return abort_on_error(comm, f"switch, call {tag.call}")
-
-
-# --- the op ---------------------------------------------------------------------------------------------------------
 
 
 def _run(
@@ -248,9 +242,6 @@ SWITCH.define(
     "bool[] grads) -> (Tensor[] ys, Tensor ticket)",
     _fake,
 )
-
-
-# --- start and finish -----------------------------------------------------------------------------------------------
 
 
 class Way(Record):

@@ -62,9 +62,6 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> transfo
     return model
 
 
-# --- plans that cut documents -----------------------------------------------------------------------------------------
-
-
 def contiguous(lengths: Any, ranks: int) -> Plan:
     return Plan(Mask(lengths), Layout.contiguous(int(sum(lengths)), ranks))
 
@@ -81,9 +78,6 @@ def empty(lengths: Any, ranks: int) -> Plan:
     """The last rank computes nothing: its only row is a pad."""
     shards = np.array_split(np.arange(int(sum(lengths))), ranks - 1)
     return Plan(Mask(lengths), Layout([*shards, np.zeros(0, np.int64)]))
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def each_alone(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -76,9 +76,6 @@ def _build(name: str, **more: Any) -> transformers.PreTrainedModel:
     return model.train()
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 def _ids(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=generator)
 
@@ -136,8 +133,6 @@ def batches(kind: str, ranks: int) -> list[dict[str, Tensor]]:
     return found
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
 Planner = Callable[[np.ndarray[Any, Any], int], Plan]
 
 
@@ -162,9 +157,6 @@ def _empty(lengths: Any, ranks: int) -> Plan:
 
 
 PLANS: dict[str, Planner | None] = {"planner": None, "ring": _ring, "ulysses": _ulysses, "2-D": _two, "empty": _empty}
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 class Whole(NamedTuple):

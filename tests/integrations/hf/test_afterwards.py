@@ -52,9 +52,6 @@ def loss_after(model: nn.Module, change: Callable[[Any], object], every: Any = E
     return one
 
 
-# --- another forward of the model ---------------------------------------------------------------------------------
-
-
 def _of_its_class(model: nn.Module) -> None:
     model.forward = lambda *args, **named: type(model).forward(model, *args, **named)
 
@@ -138,9 +135,6 @@ def test_wrappers_of_the_parallel_forward_may_come_and_its_base_model_be_called(
         torch.testing.assert_close(model.model(**batch).last_hidden_state, hidden, rtol=1e-4, atol=1e-4)
 
 
-# --- other attention ----------------------------------------------------------------------------------------------
-
-
 class Own(nn.Module):
     """Attention over the rows at hand."""
 
@@ -200,9 +194,6 @@ def test_layers_that_are_compiled_or_computed_again_make_their_calls(how: str) -
     assert loss_after(model, change) == pytest.approx(expected, rel=1e-5)
 
 
-# --- configs ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -248,9 +239,6 @@ def test_the_copy_keeps_what_was_changed_in_it_and_takes_what_was_taken_away() -
         assert "pad_token_id" not in model.config.__dict__ and model.config.use_cache is False
         config.note = "last"
     assert model.config is config and config.note == "last" and config.use_cache is False
-
-
-# --- other logits -------------------------------------------------------------------------------------------------
 
 
 def of(kind: str, **more: Any) -> Any:

@@ -42,9 +42,6 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "plan"), [*(("llama", plan) for plan in PLANS), ("gpt-oss", "planner")])
 @pytest.mark.sampled(2)
 def test_a_document_does_not_know_of_another(name: str, plan: str) -> None:
@@ -271,9 +268,6 @@ def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
         assert losses == pytest.approx(alone, rel=1e-6)
 
 
-# --- before and after -------------------------------------------------------------------------------------------------
-
-
 def test_undo_leaves_the_very_model_and_nobody_else_is_touched() -> None:
     model = build("gemma3").eval()
     other = type(model)(model.config).eval()  # of the same config object
@@ -389,9 +383,6 @@ def test_in_place_keeps_the_name_and_serves_both() -> None:
     assert AttentionInterface()["sdpa"] is before
     with pytest.raises(ValueError, match="attention functions named 'eager'"):
         seqpar.parallelize(build("llama"), LocalComm(), in_place=True)
-
-
-# --- recomputation and compilation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["inside", "outside", "thread"])

@@ -60,9 +60,6 @@ def adapted(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("other", ["", "lora_A", "mlp.down_proj"])
 def test_other_weights_at_the_first_forward_are_an_error_on_every_rank(other: str) -> None:
     def rank(comm: Comm) -> tuple[str, float]:
@@ -181,9 +178,6 @@ def test_a_buffer_that_all_ranks_change_alike_is_told_nothing(change: Any) -> No
 
     with told(0):
         run_threads(RANKS, rank)
-
-
-# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 def test_on_a_gpu_the_weights_of_the_forward_before_are_compared_and_the_host_waits_for_nothing_later(monkeypatch):
@@ -334,9 +328,6 @@ def test_what_averages_is_not_summed_too() -> None:
     run_threads(RANKS, rank)
 
 
-# --- what moves nothing -----------------------------------------------------------------------------------------------
-
-
 def test_a_model_in_place_refuses_to_be_run_behind_its_forward() -> None:
     model, batch = copy.deepcopy(MODEL), {"input_ids": EVERY[0]["input_ids"]}
     model.set_attn_implementation("sdpa")
@@ -370,9 +361,6 @@ def test_the_same_batch_on_every_rank_twice_in_a_row_is_a_warning_that_names_the
     with told(same) as texts:
         run_threads(RANKS, rank)
     assert all("source='replicated'" in text for text in texts)
-
-
-# --- who averages -----------------------------------------------------------------------------------------------------
 
 
 def wrapped(comm: Comm, how: str, average_over: int, group: str) -> list[str]:
@@ -441,9 +429,6 @@ def test_replicas_of_what_is_sharded_are_compared() -> None:
     for said in run_processes(RANKS, replicated, "layers.1.mlp.down_proj"):
         assert len(said) == 1, said
         assert "layers.1.mlp.down_proj.weight differs" in said[0] and "nothing has trained yet" in said[0]
-
-
-# --- no false alarm ---------------------------------------------------------------------------------------------------
 
 
 def plain(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -216,9 +216,6 @@ def test_compiled_layers_find_the_plan_of_their_forward() -> None:
         check([found[n] for found in ranks], alone(build(name, **DENSE[name]), batches("packed", RANKS)), 2e-5)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_tokens_that_a_mask_leaves_out_between_others_are_refused() -> None:
     model = build("mamba2")
     with (

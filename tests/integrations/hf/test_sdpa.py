@@ -91,9 +91,6 @@ def test_generate_runs_where_the_model_is_as_before() -> None:
     assert all(run_threads(2, rank))
 
 
-# --- what a refusal recommends: where it is right, see `tests.advice` -------------------------------------------------
-
-
 def test_sdpa_is_recommended_nowhere_else() -> None:
     counted = Own(transformers.LlamaConfig(**SIZES))
     counted.places.register_forward_pre_hook(lambda _, given: (torch.arange(given[0].shape[1])[None],))

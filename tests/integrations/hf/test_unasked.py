@@ -126,9 +126,6 @@ def test_every_rank_is_told_the_same() -> None:
     assert first == second and REFUSED in first
 
 
-# --- no alarm ---------------------------------------------------------------------------------------------------------
-
-
 def forward(model: PreTrainedModel) -> None:
     assert model(**ROW).logits.shape == (1, TOKENS, VOCABULARY)
 
@@ -232,9 +229,6 @@ def test_models_of_other_names_are_one_graph_as_ever() -> None:
     model = Around(build("llama", num_hidden_layers=1))
     torch.compile(model, backend=counter, fullgraph=True)(**ROW)
     assert counter.frame_count == 1
-
-
-# --- a config that two models share -----------------------------------------------------------------------------------
 
 
 def test_a_second_model_that_changes_a_shared_config_is_named_by_the_first() -> None:

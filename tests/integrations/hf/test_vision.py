@@ -149,9 +149,6 @@ def test_every_family_spread_and_form(kind: str, spread: str, form: str, ranks: 
     trained(kind, spread, form, ranks, dtype)
 
 
-# --- what surrounds a forward -----------------------------------------------------------------------------------------
-
-
 def wrapped(comm: Comm, kind: str, how: str) -> Outcome:
     """The loss and averaged gradients of a model in a wrapper; the tower is part of its collectives."""
     model = build(EVERY[kind], dtype=torch.float32)
@@ -329,9 +326,6 @@ def test_bf16_autocast_is_within_the_error_of_one_process() -> None:
     assert error(total) <= ALIKE * error(one.grads)
 
 
-# --- what comes home --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
 @pytest.mark.sampled(2)
 def test_results_come_home_in_the_shape_of_the_batch(kind: str) -> None:
@@ -394,9 +388,6 @@ def test_classifiers_of_sequences_with_images(kind: str, labels: int) -> None:
     with islands(torch.float64):
         batch = batch_of(kind, "right", sum(every, []), model) | {"labels": torch.cat(targets)}
         compare(found, outcome(model, model(**batch, use_cache=False).loss), torch.float64)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -499,9 +490,6 @@ def test_batch_norms_of_towers_see_the_images_of_one_rank_and_are_refused() -> N
     model.model.multi_modal_projector.norm = nn.BatchNorm1d(4)
     with pytest.raises(NotImplementedError, match="see other tokens or the batch: BatchNorm1d"):
         seqpar.parallelize(model, LocalComm())
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", ["ahead", "whole"])

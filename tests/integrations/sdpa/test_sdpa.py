@@ -374,9 +374,6 @@ def test_dropout_drops_the_same_pairs_at_any_number_of_ranks(reentrant: bool | N
     assert not torch.equal(rank(LocalComm(), 4)[0], expected[0])
 
 
-# --- checkpoints: whatever runs again does so under the plan of its forward, or raises --------------------------------
-
-
 @pytest.mark.parametrize("through", ["block", "parallelize"])
 @pytest.mark.parametrize("where", ["inside", "outside", "thread", "another plan"])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -581,9 +578,6 @@ def test_a_compiled_encoder_in_eval_takes_no_fused_path_inside_the_block() -> No
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------
-
-
 def test_fused_paths_that_are_switched_on_inside_the_block_are_an_error() -> None:
     block = sdpa(PLANS["ring"](Mask(DOCUMENTS), 1), LocalComm())
     with pytest.raises(RuntimeError, match=r"set_fastpath_enabled\(True\) inside the block"), block:
@@ -700,9 +694,6 @@ def test_forwards_of_a_parallelized_model_drop_pairs_of_their_own() -> None:
     again = made(dropout_p=0.5)
     parallelize(again, comm, plan=plan, dropout_seed=1)
     assert torch.equal(again(x), first) and torch.equal(again(x), second)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def call(q: Tensor, rows: int | None = None, **options: Any) -> Tensor:
@@ -968,9 +959,6 @@ def test_dtypes_under_autocast_and_inference_mode_are_those_of_pytorch(
     bound = 8 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
     for each in (got, layer):
         torch.testing.assert_close(each, expected, rtol=0, atol=bound)
-
-
-# --- weights of ranks -------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_drew_other_weights_are_told() -> None:

@@ -266,9 +266,6 @@ def test_one_graph_serves_all_plans() -> None:
     assert counter.frame_count == 1
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def refused(comm: Comm, plan: Plan, change: str) -> str:
     """The error of a call with one argument that does not fit."""
     queries, keys, update, decay, rates, initial = CASES["selective"].inputs(plan.mask)

@@ -102,9 +102,6 @@ def test_many_heads_over_processes(comm) -> None:
     agrees(plan, family, run, travel="pipeline")
 
 
-# --- what ranks send, and when --------------------------------------------------------------------------------------
-
-
 def counted(comm: Comm, plan: Plan, family: Family) -> list[tuple[int, int, int]]:
     """Bytes sent and received, and exchanges, of forward and of backward."""
     rows = [poisoned(x, plan, comm.rank) for x in family.inputs(plan.mask)[:5]]
@@ -160,9 +157,6 @@ def test_a_block_is_sent_before_the_next_one_is_computed(monkeypatch) -> None:
         run_threads(2, lambda comm: counted(comm, plan, Family()) if comm.rank else on_rank(comm))
     # in backward rank 0 asks for the gradient of the next block before it computes one
     assert events == 4 * ["compute", "post"] + ["post"] + 3 * ["post", "compute"] + ["compute"]
-
-
-# --- the rest of the contract ---------------------------------------------------------------------------------------
 
 
 def differently(comm: Comm, plan: Plan) -> list[list[Tensor]]:

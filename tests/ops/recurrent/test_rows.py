@@ -147,9 +147,6 @@ def test_halo_has_the_rows_before_each_run_and_moves_no_other(plan, reach) -> No
     torch.testing.assert_close(dx, expected, rtol=1e-12, atol=1e-12)
 
 
-# --- the convolution -------------------------------------------------------------------------------------------------
-
-
 def convolved(
     comm: Comm, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, activation: str | None
 ) -> list[Tensor | None]:

@@ -112,9 +112,6 @@ def test_checkpoints_and_graphs_take_every_way(travel) -> None:
             assert all(torch.equal(x, y) for x, y in zip(plain, other_way, strict=True))
 
 
-# --- what is sent ----------------------------------------------------------------------------------------------------
-
-
 def scanned(
     comm: Comm, plan: Plan, states: Tensor, maps: Tensor, grad: Tensor, travel: str
 ) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
@@ -287,9 +284,6 @@ def test_gradients_of_rows_before_runs_travel_in_the_dtype_of_sums(plan, dtype, 
     expected = [halo_bytes(runs, layer, way, backward=backward) for backward in (False, True)]
     for rank, counts in enumerate(run_threads(plan.ranks, narrow, plan, dtype, travel)):
         assert counts == [(int(both.sent[rank]), int(both.received[rank])) for both in expected]
-
-
-# --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_way_is_chosen() -> None:
