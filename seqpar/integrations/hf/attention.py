@@ -79,29 +79,36 @@ def padding_of(mask: Any) -> Tensor | None:
     return mask
 
 
-_threads = threading.local()
+class _Thread(threading.local):
+    """What this thread is in. state: a forward pass of a parallel model; watching: a call that `asking` checks."""
+
+    state: Forward | None = None
+    watching = False
+
+
+_thread = _Thread()
 _entering = threading.Lock()
 
 
 @contextmanager
 def forward(state: Forward | None) -> Iterator[None]:
     """Make this the state of the thread's mask functions until the block ends."""
-    before = getattr(_threads, "state", None)
-    _threads.state = state
+    before = _thread.state
+    _thread.state = state
     try:
         yield
     finally:
-        _threads.state = before
+        _thread.state = before
 
 
 def inside() -> bool:
     """Whether this thread is in a forward pass of a parallel model."""
-    return getattr(_threads, "state", None) is not None
+    return _thread.state is not None
 
 
 def longest() -> int | None:
     """The longest position + 1 of the forward pass that this thread is in; None outside of all."""
-    state = getattr(_threads, "state", None)
+    state = _thread.state
     return None if state is None else state.longest
 
 
@@ -109,13 +116,13 @@ def dropped(probability: float) -> float:
     """The probability with which a layer drops pairs in the forward pass that this thread is in."""
     if not probability or torch.compiler.is_compiling():
         return probability
-    state = getattr(_threads, "state", None)
+    state = _thread.state
     return probability if state is None or state.drops else 0.0
 
 
 def making() -> Callable[[Plan, Rule], Plan]:
     """What returns the plan of a layer's rule: of the forward pass that this thread is in, if any."""
-    state = getattr(_threads, "state", None)
+    state = _thread.state
     return planned if state is None else state.make  # type: ignore[no-any-return]
 
 
@@ -151,7 +158,7 @@ def _mask(
     batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None,
     config: PreTrainedConfig | None,
 ) -> Any:  # fmt: skip
-    state = getattr(_threads, "state", None) or Forward()
+    state = _thread.state or Forward()
     if state.note is not None:
         return state.note(function, attention_mask)
     # a model of seqpar.parallelize has been tried, and its mixers are replaced
@@ -347,14 +354,14 @@ def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     Raises: NotImplementedError if it did not. transformers accepts the name for every model, even for those with their
     own attention code or a state, and each rank would compute such a model on its rows alone.
     """
-    if getattr(_threads, "watching", False) or not _rows_of_a_plan(model):
+    if _thread.watching or not _rows_of_a_plan(model):
         return nn.Module.__call__(model, *args, **named)
     before = calls.begun
-    _threads.watching = True
+    _thread.watching = True
     try:
         out = nn.Module.__call__(model, *args, **named)
     finally:
-        _threads.watching = False
+        _thread.watching = False
     if calls.begun == before:
         config = model.config.get_text_config()
         reasons = [*unserved_attention(config), *mixing_layers(config)] or [NO_INTERFACE]
@@ -442,7 +449,7 @@ def _either_mask(mask: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(mask)
     def function(*args: Any, **named: Any) -> Any:
-        state = getattr(_threads, "state", None)
+        state = _thread.state
         ours = state is not None and state.text in (None, named.get("config"))
         return (mask_of if ours else mask)(*args, **named)
 
