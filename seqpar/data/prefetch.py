@@ -61,32 +61,21 @@ def prefetch(
 def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, planner: Planner | None) -> Epoch[Share]:
     """The shares of one epoch."""
     with planning_thread() as thread:
-        ahead: deque[tuple[Known, Snapshot, Future[Any]] | Exception] = deque()
-        going = True
-        while going or ahead:
-            while going and len(ahead) <= depth:
-                try:
-                    batch, error = loader.next()
-                    known = announce(batch, comm, source, how, error=error, ended=loader.ended, depth=depth)
-                except Exception as failure:
-                    ahead.append(failure)
-                    going = False
-                    break
-                if known is None:
-                    going = False
-                else:
-                    values = *known.own.tensors.values(), *known.own.others.values()
-                    ahead.append((known, Snapshot(values), thread.submit(_chosen, known, comm, planner)))
-            if ahead:
-                item = ahead.popleft()
-                if isinstance(item, Exception):
-                    raise item
-                known, snapshot, planned = item
-                chosen = planned.result()
-                if not snapshot.holds():  # all ranks raise it, as an error of the planner
-                    chosen = ValueError(OVERWRITTEN)
-                (only,) = take(known, comm, how, chosen)
-                yield only, not (going or ahead)
+
+        def begin(_: object) -> tuple[Known, Snapshot, Future[Any]] | None:
+            batch, error = loader.next()
+            known = announce(batch, comm, source, how, error=error, ended=loader.ended, depth=depth)
+            if known is None:
+                return None
+            values = *known.own.tensors.values(), *known.own.others.values()
+            return known, Snapshot(values), thread.submit(_chosen, known, comm, planner)
+
+        for (known, snapshot, planned), last in begun_ahead(begin, depth):
+            chosen = planned.result()
+            if not snapshot.holds():  # all ranks raise it, as an error of the planner
+                chosen = ValueError(OVERWRITTEN)
+            (only,) = take(known, comm, how, chosen)
+            yield only, last
 
 
 def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:
@@ -97,6 +86,35 @@ def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatc
             derive(part.plan, comm)
             derive_recurrent(part.plan, comm)
     return chosen
+
+
+def begun_ahead(begin: Callable[[Sequence[T]], T | None], depth: int) -> Epoch[T]:
+    """The items that `begin` returns until it returns None; the next `depth` are begun before each is yielded.
+
+    begin: is given the items that wait. Its error is raised at the turn of its item; at once if it says that what a
+    waiting item is about was overwritten.
+    """
+    waiting: deque[T] = deque()
+    failure: Exception | None = None
+    going = True
+    while going or waiting:
+        while going and len(waiting) <= depth:
+            try:
+                item = begin(waiting)
+            except Exception as error:
+                failure, going = error, False
+                if OVERWRITTEN in str(error):  # all ranks see it; items before may be the overwritten ones
+                    waiting.clear()
+                break
+            if item is None:
+                going = False
+            else:
+                waiting.append(item)
+        if waiting:
+            item = waiting.popleft()
+            yield item, not (going or waiting or failure)
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

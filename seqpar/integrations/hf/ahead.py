@@ -6,7 +6,7 @@ the calling thread, between two forwards, so collectives are the same on every r
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.comm import Comm
-from seqpar.data.prefetch import Epoch, Loader, planning_thread
+from seqpar.data.prefetch import Epoch, Loader, begun_ahead, planning_thread
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen
@@ -95,30 +95,19 @@ def ahead(
     Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
     all ranks if some loaders have ended and others have not, and at once if a batch that was read ahead is overwritten.
     """
-    queue: deque[tuple[Any, Snapshot] | Exception] = deque()
-    going = True
     with planning_thread() as thread:
+
+        def begin(waiting: Sequence[tuple[Any, Snapshot]]) -> tuple[Any, Snapshot] | None:
+            snapshots = [snapshot for _, snapshot in waiting]
+            batch, union, counts = _told(loader, comm, bring, snapshots, depth=depth, replicated=replicated)
+            if union is None:
+                return None
+            plans.start(union, comm.size, thread, derive, brought=counts)
+            return batch, Snapshot(batch.values())
+
         try:
-            while going or queue:
-                while going and len(queue) <= depth:
-                    try:
-                        waiting = [each[1] for each in queue if not isinstance(each, Exception)]
-                        batch, union, counts = _told(loader, comm, bring, waiting, depth=depth, replicated=replicated)
-                    except Exception as failure:
-                        if OVERWRITTEN in str(failure):  # all ranks see it; batches before may be the overwritten ones
-                            queue.clear()
-                        queue.append(failure)
-                        going = False
-                        break
-                    if union is None:
-                        going = False
-                    else:
-                        plans.start(union, comm.size, thread, derive, brought=counts)
-                        queue.append((batch, Snapshot(batch.values())))
-                if queue:
-                    if isinstance(item := queue.popleft(), Exception):
-                        raise item
-                    yield item[0], not (going or queue)
+            for (batch, _), last in begun_ahead(begin, depth):
+                yield batch, last
         finally:
             plans.forget()
 
