@@ -161,7 +161,8 @@ def _facts(shape: torch.Size, dtype: torch.dtype, device: str, requires_grad: bo
 
 def _whole(x: Tensor, comm: Comm, tag: Tag) -> Tensor:
     flat = summed([x], comm, tag, kept=True)
-    return (flat if len(flat) == x.numel() else flat[: x.numel()]).view(x.shape)
+    # `data`: a result that views another may not be changed in place
+    return (flat if len(flat) == x.numel() else flat[: x.numel()]).view(x.shape).data
 
 
 @torch.no_grad()

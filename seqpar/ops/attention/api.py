@@ -85,6 +85,8 @@ def attention(
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
+    if isinstance(dropout_seed, int) and not -(2**63) <= dropout_seed < 2**63:  # what an op takes
+        dropout_seed = (dropout_seed + 2**63) % 2**64 - 2**63
     values = values_of("attention", plan, comm)
     options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse)
     out, lse = ATTENTION((*autocasts([q, k, v]), sinks, alibi_slopes), values, *options)

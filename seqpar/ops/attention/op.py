@@ -31,7 +31,7 @@ from seqpar.ops.attention.signature import Options, Signature, check_tensors, si
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, unneeded
 from seqpar.ops.core.device import on_device
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import some_of
@@ -151,7 +151,7 @@ def _restored(
     return PartTensors(q, k, v, own_out, own_lse, call.blocks(part, slopes))
 
 
-ATTENTION = CollectiveOp("attention", _run, back=_back)
+ATTENTION = CollectiveOp("attention", _run, back=_back, reads_results=True)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +167,7 @@ def _fake_back(
     slopes: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     pairs = zip((q, k, v, sinks), needs, strict=False)
-    return tuple(x.new_empty(x.shape) if x is not None and need else lse.new_empty(0) for x, need in pairs)
+    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded([q]) for x, need in pairs)
 
 
 ATTENTION.define(

@@ -14,15 +14,19 @@ are from the same call. Neither kind has a forward-mode derivative.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
+import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.fx.node import has_side_effect
+from torch.utils.checkpoint import CheckpointPolicy
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import refuse_transforms, uncompiled
@@ -85,7 +89,8 @@ class CollectiveOp:
     other arguments, ending with a comm; or, as the backward of another call, that call's record. grads: which of the
     tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
-    grads, needs), for any other, returns the gradients of the first tensors; the rest have none. checks: whether a call
+    grads, needs), for any other, returns the gradients of the first tensors; the rest have none. reads_results: whether
+    that needs the results of forward, which graphs then save. checks: whether a call
     refuses transforms, and leaves tensors that are not dense to `run`; False where the verb has checked both.
     """
 
@@ -96,9 +101,11 @@ class CollectiveOp:
         *,
         adjoint: Callable[..., tuple[CollectiveOp, tuple[Any, ...]]] | None = None,
         back: Callable[..., Tensors] | None = None,
+        reads_results: bool = False,
         checks: bool = True,
     ) -> None:
         self.name, self.run, self.adjoint, self.back, self.checks = name, run, adjoint, back, checks
+        self.reads_results = reads_results
         self._recorded, self._unrecorded = uncompiled(_Eager.apply), uncompiled(run)
 
     def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
@@ -133,7 +140,7 @@ class CollectiveOp:
         _kept(self.name)
 
     def define_back(self, schema: str, fake: Callable[..., Any]) -> None:
-        """Register the op ``seqpar::name_backward`` of gradients, tensors, results, ticket and needs."""
+        """Register the op ``seqpar::name_backward`` of gradients, tensors, results it reads, ticket and needs."""
         name = f"{self.name}_backward"
         LIBRARY.define(f"{name}{schema}", tags=TAGS)
         LIBRARY.impl(name, uncompiled(self._run_back_in_graph), "CompositeExplicitAutograd")
@@ -161,7 +168,8 @@ class CollectiveOp:
         if isinstance(values[0], Ticket):
             values = [values[0].record]
         results, saved, record = self.run(tensors, values, *options)
-        places = {id(x): n for n, x in reversed(list(enumerate([*tensors, *results]))) if x is not None}
+        saved_by_graph = [*tensors, *results] if self.reads_results else tensors
+        places = {id(x): n for n, x in reversed(list(enumerate(saved_by_graph))) if x is not None}
         ticket = carry(Ticket(record, [places.get(id(x), x) for x in saved]))
         dense = [x.contiguous() for x in results]  # as the op's fake promises to compilers
         return (dense, ticket) if self._tensors is None else (*dense, ticket)
@@ -170,12 +178,15 @@ class CollectiveOp:
         assert self.back is not None and self._tensors is not None
         refuse_capture(self.name)
         *given, ticket, needs = arguments
-        results = (len(given) - self._tensors) // 2
+        results = (len(given) - self._tensors) // (2 if self.reads_results else 1)
         grads, tensors = given[:results], given[results:]
         (left,) = carried(ticket)
         saved = [tensors[x] if isinstance(x, int) else x for x in left.kept]
         found = self.back(left.record, saved, grads, needs)
-        return tuple(tensors[-1].new_empty(0) if x is None else _apart(x) for x in found)
+        gradients = []
+        for x, of, need in zip(found, tensors, needs, strict=False):
+            gradients.append(unneeded(tensors) if not need else torch.zeros_like(of) if x is None else _apart(x))
+        return tuple(gradients)
 
     def _differentiable(self, *arguments: Any) -> Any:
         tensors, handles, options = self._parted(arguments)
@@ -183,8 +194,13 @@ class CollectiveOp:
         if any(requirements(tensors)):
             *results, ticket = _InGraph.apply(self, handles, options, *tensors)
             return (results, ticket) if self._tensors is None else (*results, ticket)
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), _never_repeated():
             return getattr(torch.ops.seqpar, self.name)(*arguments)
+
+
+def unneeded(tensors: Tensors) -> Tensor:
+    """What a backward op returns for a gradient that is not needed. tensors: of the forward."""
+    return next(x for x in tensors if x is not None).new_empty(0)
 
 
 def _kept(name: str) -> None:
@@ -278,11 +294,11 @@ class _Eager(torch.autograd.Function):
 
 
 class _InGraph(torch.autograd.Function):
-    """The same for ops. All tensors and results are saved, as it is unknown which ones are needed."""
+    """The same for ops. All tensors are saved, as it is unknown which ones are needed."""
 
     @staticmethod
     def forward(ctx: Any, op: CollectiveOp, handles: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), _never_repeated():
             results, ticket = op.dispatch(tensors, handles, *options)
         ctx.op = op
         if op.adjoint is not None:
@@ -293,7 +309,7 @@ class _InGraph(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             # a traced graph has none
             ctx.record = carried(ticket)[0].record if type(ticket) is Tensor else None
-            ctx.save_for_backward(*tensors, *results, ticket)
+            ctx.save_for_backward(*tensors, *(results if op.reads_results else ()), ticket)
         return (*results, ticket)
 
     @staticmethod
@@ -313,6 +329,24 @@ class _InGraph(torch.autograd.Function):
         found = getattr(torch.ops.seqpar, f"{ctx.op.name}_backward")(*grads[:-1], *saved, ticket, needs)
         last = [None] * (len(needs) - len(found))  # of tensors without gradients
         return (None, None, None, *(x if need else None for x, need in zip(found, needs, strict=False)), *last)
+
+
+@contextmanager
+def _never_repeated() -> Iterator[None]:
+    """A block whose ops a traced graph's backward does not repeat to save memory: ranks would choose other ones.
+
+    By default none is repeated; under `torch._functorch.config.activation_memory_budget` sizes decide. What a
+    checkpoint says about its region stays.
+    """
+    meta = fx_traceback.current_meta
+    if functorch_config.activation_memory_budget >= 1 or "recompute" in meta:
+        yield
+        return
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        del meta["recompute"]
 
 
 def _note_way_back(ctx: Any, tensors: Tensors, options: Any, results: Sequence[Tensor]) -> None:

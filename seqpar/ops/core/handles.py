@@ -154,8 +154,9 @@ def carried(handle: Tensor) -> tuple[Any, ...]:
     values = None if entry is None else entry.values()
     if values is None and number == 0:
         raise RuntimeError(
-            "a backward got a copy of its ticket, and only the one that forward made leads to the call; a hook that "
-            "copies saved tensors, as save_on_cpu(pin_memory=True) does, must leave 0-d integers as they are"
+            "a backward got a copy of its ticket, and only the one that forward made leads to the call. A loop of the "
+            "compiler (torch.scan) makes copies and cannot be served, write such a loop in Python; a hook that copies "
+            "saved tensors, as save_on_cpu(pin_memory=True) does, must leave 0-d integers as they are"
         )
     if values is None:
         raise ValueError(

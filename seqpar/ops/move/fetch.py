@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def fetch_all(
     values = values_of("fetch", plan, comm)
     if rows is None and torch.compiler.is_compiling():
         raise ValueError(NEEDS_ROWS)
-    tensors = [] if isinstance(xs, Tensor) else list(xs)  # refused where other ranks hear of it
+    tensors = [] if isinstance(xs, Tensor) or not isinstance(xs, Iterable) else list(xs)  # all ranks refuse none
     return list(FETCH(tensors, values, UNKNOWN if rows is None else rows))
 
 

@@ -16,7 +16,7 @@ from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentSpec, choose
 from seqpar.ops.attention.source import values_of
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import channel_bytes, channel_dims, check_channels
 from seqpar.ops.recurrent.computed import Asked, States, computed, differentiated
@@ -64,7 +64,7 @@ def channel_scan(
     NotImplementedError for the plans that `linear_attention` refuses, for return_state in a compiled model, and for
     double backward.
     """
-    if return_state and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and return_state:
         raise NotImplementedError("channel_scan: return_state is not supported in a compiled model")
     values = values_of("channel_scan", plan, comm)
     tensors = [queries, keys, update, decay, rates, initial_state]
@@ -103,10 +103,9 @@ def _fake(queries: Any, keys: Any, update: Tensor, decay: Any, rates: Any, initi
 
 
 def _fake_back(*arguments: Any) -> tuple[Tensor, ...]:
-    _, _, *tensors, _, _, _, needs = arguments
-    update = tensors[2]
+    _, _, *tensors, _, needs = arguments
     pairs = zip(tensors, needs, strict=True)
-    return tuple(x.new_empty(x.shape) if x is not None and need else update.new_empty(0) for x, need in pairs)
+    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded(tensors) for x, need in pairs)
 
 
 CHANNELS = CollectiveOp("channel_scan", _channels, back=_channels_back)
@@ -119,7 +118,7 @@ CHANNELS.define(
 )
 CHANNELS.define_back(
     "(Tensor? dout, Tensor? dstates, Tensor? queries, Tensor? keys, Tensor update, Tensor decay, Tensor? rates, "
-    "Tensor? initial_state, Tensor out, Tensor states, Tensor ticket, bool[] needs) "
+    "Tensor? initial_state, Tensor ticket, bool[] needs) "
     "-> (Tensor dqueries, Tensor dkeys, Tensor dupdate, Tensor ddecay, Tensor drates, Tensor dinitial)",
     _fake_back,
 )

@@ -27,8 +27,10 @@ def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
     """Raise unless a call's tensors fit each other and the plan."""
     q, k, v, decay, beta, initial = tensors
     name = "linear_attention"
-    for title, x in (("q", q), ("k", k), ("v", v)):
+    inputs = {"q": q, "k": k, "v": v}
+    for title, x in inputs.items():
         check_rows(f"{name}: {title}", x, plan, comm)
+    for title, x in inputs.items():
         if x.dim() != 3 or x.dtype not in DTYPES or (x.dtype, x.device) != (v.dtype, v.device):
             raise ValueError(
                 f"{name}: q, k and v must be [rows, heads, dim] of one dtype and device, got {title} "

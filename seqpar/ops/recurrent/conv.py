@@ -26,7 +26,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys
 from seqpar.ops.core.autocast import autocasts, no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
@@ -232,10 +232,10 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[T
 
 
 def _fake_back(
-    dy: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, ticket: Tensor, needs: Sequence[bool]
+    dy: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     pairs = zip((x, weight, bias), needs, strict=False)
-    return tuple(t.new_empty(t.shape) if t is not None and need else y.new_empty(0) for t, need in pairs)
+    return tuple(t.new_empty(t.shape) if t is not None and need else unneeded([x]) for t, need in pairs)
 
 
 CONV = CollectiveOp("causal_conv1d", _conv, back=_conv_back)
@@ -246,7 +246,7 @@ CONV.define(
     _fake,
 )
 CONV.define_back(
-    "(Tensor? dy, Tensor x, Tensor weight, Tensor? bias, Tensor y, Tensor ticket, bool[] needs) "
+    "(Tensor? dy, Tensor x, Tensor weight, Tensor? bias, Tensor ticket, bool[] needs) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     _fake_back,
 )

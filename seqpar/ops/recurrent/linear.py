@@ -13,7 +13,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentSpec, choose
 from seqpar.ops.attention.source import values_of
 from seqpar.ops.core.autocast import autocasts
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
 from seqpar.ops.recurrent.computed import Asked, States, computed, differentiated
@@ -73,7 +73,7 @@ def linear_attention(
     NotImplementedError for masks that are not causal inside documents, for a kv_layout other than the layout, for
     return_state in a compiled model, and for double backward.
     """
-    if return_state and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and return_state:
         raise NotImplementedError("linear_attention: return_state is not supported in a compiled model")
     values = values_of("linear_attention", plan, comm)
     tensors = [*autocasts([q, k, v]), decay, beta, initial_state]
@@ -114,10 +114,9 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, 
 
 
 def _fake_back(*arguments: Any) -> tuple[Tensor, ...]:
-    _, _, *tensors, _, _, _, needs = arguments
-    v = tensors[2]
+    _, _, *tensors, _, needs = arguments
     pairs = zip(tensors, needs, strict=True)
-    return tuple(x.new_empty(x.shape) if x is not None and need else v.new_empty(0) for x, need in pairs)
+    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded(tensors) for x, need in pairs)
 
 
 LINEAR = CollectiveOp("linear_attention", _linear, back=_linear_back)
@@ -130,7 +129,7 @@ LINEAR.define(
 )
 LINEAR.define_back(
     "(Tensor? dout, Tensor? dstates, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, "
-    "Tensor? initial_state, Tensor out, Tensor states, Tensor ticket, bool[] needs) "
+    "Tensor? initial_state, Tensor ticket, bool[] needs) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dbeta, Tensor dinitial)",
     _fake_back,
 )

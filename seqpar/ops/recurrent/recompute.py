@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from torch import Tensor
+
+_AUTOGRAD = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autograd")]
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A block whose operations are recorded, also in an op that runs below autograd's dispatch keys.
+
+    So do backward ops in compiled autograd, and inside `torch.cond`, whose forward and backward are graphs.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    excluded = reduce(lambda keys, key: keys.remove(key) if keys.has(key) else keys, _AUTOGRAD, excluded)
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def recomputed(
     function: Callable[..., Tensor | Sequence[Tensor]], inputs: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> Callable[[Sequence[Tensor | None]], list[Tensor | None]]:
     """Computes a function, and returns what turns the gradients of its results, None for zero, into those of inputs."""
-    with torch.enable_grad():
+    with recording():
         leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
         results = function(*leaves)
     results = [results] if isinstance(results, Tensor) else results
@@ -23,7 +39,8 @@ def recomputed(
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             ys, gs = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
+            with recording():
+                found = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
         values = iter(found)
         return [next(values) if x is not None and x.requires_grad else None for x in leaves]
 

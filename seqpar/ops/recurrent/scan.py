@@ -19,7 +19,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent.ahead import note
 from seqpar.ops.recurrent.chain import StateChain
@@ -152,10 +152,11 @@ def _fake(states: Tensor, maps: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def _fake_back(
     dentered: Tensor | None, states: Tensor, maps: Tensor, entered: Tensor, ticket: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip((states, maps), needs, strict=True))
+    pairs = zip((states, maps), needs, strict=True)
+    return tuple(x.new_empty(x.shape) if need else unneeded([states]) for x, need in pairs)
 
 
-SCAN = CollectiveOp("state_scan", _scan, back=_scan_back)
+SCAN = CollectiveOp("state_scan", _scan, back=_scan_back, reads_results=True)
 SCAN.define(
     2,
     "(Tensor states, Tensor maps, Tensor[] handles, str travel, bool[] grads) -> (Tensor entered, Tensor ticket)",

@@ -22,6 +22,7 @@ from seqpar.comm import Tag
 from seqpar.kernels import acc_dtype
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.pipeline import StatePipeline
+from seqpar.ops.recurrent.recompute import recording
 
 
 def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -43,7 +44,7 @@ def backward(
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of the inputs; None for zero. A collective."""
     assert not isinstance(call.passing, StatePipeline)
-    with torch.enable_grad():
+    with recording():
         leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
         local, prepared = _before(call, leaves)
         kept, passed = kept[: call.kernel.keeps], kept[call.kernel.keeps :]
