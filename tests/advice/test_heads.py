@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
 from seqpar import Comm, LocalComm
-from seqpar.testing import run_threads
+from seqpar.testing import run_processes, run_threads
 from seqpar.train import token_mean
 from tests.advice.remedies import advised
 
@@ -71,6 +72,33 @@ def test_a_number_of_items_is_left_out_where_a_head_divides_by_it() -> None:
     with seqpar.parallelize(model, LocalComm()):
         with advised(NotImplementedError, "leave it out"):
             model(**FLIPPED, num_items_in_batch=2)
+        assert is_right(model, FLIPPED)
+
+
+def in_a_comm_of_all(comm: Comm) -> bool:
+    model, batch = made("llama"), {name: x[comm.rank : comm.rank + 1] for name, x in FLIPPED.items()}
+    seqpar.parallelize(
+        model, alone := seqpar.GroupComm(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "sp"))["sp"])
+    )
+    with advised(NotImplementedError, "give parallelize a comm of all ranks that hold data"):
+        model(**batch, num_items_in_batch=2)
+    assert alone.size == 1
+    with seqpar.parallelize(made("llama"), comm) as handle:
+        parts = comm.gather("losses", float(handle.model(**batch, num_items_in_batch=2).loss.detach()))
+    return sum(parts) == pytest.approx(float(made("llama")(**FLIPPED).loss), rel=1e-4)
+
+
+def test_items_are_counted_by_ranks_of_one_comm() -> None:
+    found = run_processes(2, in_a_comm_of_all)
+    assert found == [True, True]
+
+
+def test_items_of_a_step_are_counted_over_all_its_batches() -> None:
+    model, items = made("llama"), torch.tensor(3)
+    with seqpar.parallelize(model, LocalComm()):
+        model(**FLIPPED, num_items_in_batch=items)
+        with advised(UserWarning, "count those of all ranks, as Trainer does with average_tokens_across_devices=True"):
+            model(**FLIPPED, num_items_in_batch=items)
         assert is_right(model, FLIPPED)
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -100,12 +101,15 @@ def pad_of(model: PreTrainedModel) -> int:
 class HeadCall:
     """A call of a model whose head pools, on this rank's own batch.
 
-    error: why it is refused; ranks hear of it in the base model's call, and raise it together. averaged: whether the
-    loss is for a wrapper that averages gradients. share: of the base model's call, once it was made.
+    comm: of the parallel model. error: why it is refused; ranks hear of it in the base model's call, and raise it
+    together. averaged: whether the loss is for a wrapper that averages gradients. share: of the base model's call, once
+    it was made.
     """
 
-    def __init__(self, fit: AtHome, model: PreTrainedModel, arguments: Mapping[str, Any], *, replaced: bool) -> None:
-        self.model = model
+    def __init__(
+        self, fit: AtHome, model: PreTrainedModel, comm: Comm, arguments: Mapping[str, Any], *, replaced: bool
+    ) -> None:
+        self.model, self.comm = model, comm
         self.share: Share | None = None
         self.labels, self.items = arguments.get("labels"), arguments.get("num_items_in_batch")
         self.averaged = self.labels is not None and self.items is None
@@ -123,6 +127,8 @@ class HeadCall:
             return NotImplementedError(
                 f"labels for {who}: {reason}; leave them out and compute the loss from what it returns"
             )
+        if self.labels is not None and self.items is not None and (others := ranks_outside(self.model, self.comm)):
+            return NotImplementedError(f"num_items_in_batch for {who}, whose loss ignores it: {others}")
         if self.labels is not None and self.items is not None and not fit.counted:
             return NotImplementedError(
                 f"num_items_in_batch for {who}: its loss is not a mean over rows then; leave it out"
@@ -135,16 +141,32 @@ class HeadCall:
             )
         return None
 
-    def loss(self, own: Tensor, logits: Tensor, comm: Comm, average_over: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of the union's loss, and the loss. A collective. own: the mean over this rank's rows."""
+    def loss(self, own: Tensor, logits: Tensor, average_over: int) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's share of the union's loss, the loss, and the number of its terms. A collective.
+
+        own: the mean over this rank's rows.
+        """
         if not self.count:  # a mean over nothing is NaN
             own = 0 * logits.sum()
         assert self.share is not None
         who, plan = f"{type(self.model).__name__}.forward: the loss", self.share.plan
         pair = torch.stack([own.detach().double() * self.count, own.new_tensor(self.count, dtype=torch.float64)])
-        total, count = sum_under(pair, comm, who, {"plan": plan.digest()})
+        total, count = sum_under(pair, self.comm, who, {"plan": plan.digest()})
         part = own * (self.count / count).to(own) * (1 if self.items is not None else average_over)
-        return part, total / count
+        return part, total / count, count
+
+
+def ranks_outside(model: PreTrainedModel, comm: Comm) -> str:
+    """Why a caller that scales losses for wrappers scales by other ranks than the comm's, or ""."""
+    ranks = comm.size
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size() // (getattr(model, "_tp_size", None) or 1)
+    if ranks == comm.size:
+        return ""
+    return (
+        f"its caller multiplies the loss by the {ranks} ranks that hold data, and the comm has {comm.size}; give "
+        "parallelize a comm of all ranks that hold data"
+    )
 
 
 def misread(fit: AtHome, model: PreTrainedModel, mask: Tensor | None, ids: Tensor | None) -> str:

@@ -46,16 +46,19 @@ from seqpar.integrations.hf.positions import COUNTED, counted, counts
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, mix, mixers, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.request import (
+    COUNT,
     DOCUMENTS,
     LABELS,
     OF_LOSS,
     ROWS,
     UNREAD,
+    ItemCounts,
     Request,
     Served,
     arguments_of,
     count_of,
     parameters,
+    too_few,
 )
 from seqpar.integrations.hf.rotary import length_of, lengthy, turn
 from seqpar.integrations.hf.unlisted import sees_places, unlisted
@@ -126,6 +129,7 @@ class ParallelTransformer(ParallelModel):
         self._running = False
         self._head: HeadCall | None = None  # the call of a head that pools, which this thread is in
         self._count = 0
+        self._items = ItemCounts(model)
         self._longest = 0  # positions of the longest row of all ranks' batches, if rotary embeddings depend on it
         self._known: set[Rule] = set()  # of the masks that all ranks used in an earlier forward
         self._rules: list[Rule] = []  # of the masks in the last forward
@@ -157,7 +161,7 @@ class ParallelTransformer(ParallelModel):
             self._undone.close()
             raise
         self._afterwards = Afterwards(model, self._name, self.fit.calls)
-        self._served = Served(model, self.fit, self.entries, average_over, self._afterwards)
+        self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
         self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
@@ -302,7 +306,7 @@ class ParallelTransformer(ParallelModel):
     def _at_home(self, fit: AtHome, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
         arguments = dict(zip(parameters(type(self.model)), args)) | named
-        call = HeadCall(fit, self.model, arguments, replaced=self._afterwards.loss_replaced)
+        call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._afterwards.loss_replaced)
         kept = self._head
         whole = arguments.pop("return_dict", None) is not False
         for name in (*UNREAD, "num_items_in_batch"):
@@ -322,7 +326,11 @@ class ParallelTransformer(ParallelModel):
                     f"{type(self.model).__name__} returned a loss without labels, whose share is not known; leave out "
                     "what it was computed from, and compute the loss from what the model returns"
                 )
-            part, mean = call.loss(out.loss, out.logits, self.comm, self.average_over)
+            part, mean, count = call.loss(out.loss, out.logits, self.average_over)
+            if call.items is not None:
+                if int(count) > int(call.items):
+                    raise too_few(call.items, int(count))
+                self._items.note(call.items, int(count))
             out.loss = part if call.items is not None else _Reported.apply(part, mean)
         return out if whole else out.to_tuple()
 
@@ -394,7 +402,8 @@ class ParallelTransformer(ParallelModel):
                     batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
                 if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
                     error = NotImplementedError(f"a batch for {type(module).__name__}: {reason}")
-                count = count_of(items, batch, replicated=self.source == "replicated")
+                given = items if head is None else head.items
+                count = count_of(given, batch, replicated=self.source == "replicated")
             except Exception as unread:
                 error = unread
         routers = bool(arguments.get(ASKED))
@@ -402,7 +411,7 @@ class ParallelTransformer(ParallelModel):
         facts = {
             "labels": labelled, "training": training, "adapters": acting_adapters(layers),
             "output_hidden_states": bool(hidden_states), ASKED: routers,
-            "num_items_in_batch": count, "dtype": self.model.dtype, "autocast": autocast_dtype(state.device),
+            COUNT: count, "dtype": self.model.dtype, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
@@ -418,11 +427,8 @@ class ParallelTransformer(ParallelModel):
         if training and self.source == "sharded":
             tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
             self._loop.note_batch(what, own.plan.mask.lengths, tokens)
-        if count is not None and count < own.valid:
-            raise ValueError(
-                f"num_items_in_batch is {count}, but the batches of all ranks have {own.valid} labels that count; "
-                "count those of all ranks, as Trainer does with average_tokens_across_devices=True"
-            )
+        if count is not None and head is None and count < own.valid:
+            raise too_few(count, own.valid)
         if own.places is not None and any(rule.chunk for rule in self.fit.rules):
             raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
         if own.places is not None and (self.fit.recurrent or sees_places(self.model)):
@@ -433,6 +439,8 @@ class ParallelTransformer(ParallelModel):
         self._count += 1
         if training:
             self._worth.note(own)
+            if items is not None and not self.fit.by_items:
+                self._items.note(items, own.valid)
         logits, chunked = self._output(labels)
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
         tells = chunked and bool(len(own.positions)) and self._afterwards.scaled

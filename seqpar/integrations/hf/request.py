@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from seqpar.comm import Comm
 from seqpar.data.batch import FACTS
 from seqpar.data.host import read_entries
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.attention import inside
 from seqpar.integrations.hf.config import ASKED
-from seqpar.integrations.hf.experts import asks, can_ask
+from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.fit import ModelFit
-from seqpar.integrations.hf.heads import AtHome, HeadCall, misread
+from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 
 # Entries of a batch with a value per token, and entries that mark documents.
@@ -26,6 +28,8 @@ ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_t
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 LABELS = ("labels", "shift_labels")
 OF_LOSS = (*LABELS, "num_items_in_batch")  # not taken by a base model
+# A fact that ranks compare; its name tells how to count if they differ.
+COUNT = "num_items_in_batch (of all ranks, as Trainer counts with average_tokens_across_devices=True)"
 OPTIONS = ("num_items_in_batch", "output_hidden_states", ASKED, "return_dict")
 # Keywords whose value may be without effect.
 IDLE = {
@@ -88,6 +92,46 @@ def count_of(items: Any, batch: Mapping[str, Any], *, replicated: bool) -> int |
     return int(items)
 
 
+def too_few(items: Any, labels: int) -> ValueError:
+    """The error for a num_items_in_batch that is smaller than the labels of one forward."""
+    return ValueError(
+        f"num_items_in_batch is {int(items)}, but the batches of all ranks have {labels} labels that count; count "
+        "those of all ranks, as Trainer does with average_tokens_across_devices=True"
+    )
+
+
+class ItemCounts:
+    """The labels of the forwards that share a `num_items_in_batch`, for a loss that does not divide by it.
+
+    Its caller scales the loss for wrappers only if it counted the labels of all ranks, and nothing else tells.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._of: tuple[Any, int] = (None, 0)
+        self._seen, self._warned = 0, False
+
+    def note(self, items: Any, labels: int) -> None:
+        """Warn once of a count that is smaller than the labels of the forwards that it was given to.
+
+        Those are of one step: a step of the optimizer changes weights. labels: of all ranks.
+        """
+        weight = next((p for p in self._model.parameters() if p.requires_grad), None)
+        of = items, 0 if weight is None else weight._version
+        if of[0] is not self._of[0] or of[1] != self._of[1]:
+            self._of, self._seen = of, 0
+        self._seen += labels
+        if self._seen > int(items) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"num_items_in_batch is {int(items)}, but the forwards that it was given to have {self._seen} labels "
+                f"on all ranks. {type(self._model).__name__} ignores it, so gradients are too small by the number of "
+                "ranks if it counts one rank's labels; count those of all ranks, as Trainer does with "
+                "average_tokens_across_devices=True",
+                stacklevel=2,
+            )
+
+
 class Served(NamedTuple):
     """Which calls of a parallel model are served.
 
@@ -95,6 +139,7 @@ class Served(NamedTuple):
     """
 
     model: PreTrainedModel
+    comm: Comm
     fit: ModelFit
     entries: tuple[str, ...]
     average_over: int
@@ -172,6 +217,11 @@ class Served(NamedTuple):
             raise NotImplementedError(
                 f"labels for {who}: {self.fit.loss}; leave them out and compute the loss from what it returns"
             )
+        balanced = arguments.get(ASKED) and weight_of(self.model)
+        ignored = labels and "num_items_in_batch" in arguments and (balanced or not self.fit.by_items)
+        if ignored and (others := ranks_outside(self.model, self.comm)):
+            term = "balance loss" if self.fit.by_items else "loss"
+            raise NotImplementedError(f"num_items_in_batch for {who}, whose {term} ignores it: {others}")
         if self.average_over != 1 and "num_items_in_batch" in arguments:
             raise ValueError(
                 f"num_items_in_batch and average_over={self.average_over}: a caller that counts items scales the loss "

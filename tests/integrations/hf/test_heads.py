@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import BertConfig, BertForNextSentencePrediction, BertModel
 
 import seqpar
 from seqpar import Comm, LocalComm
-from seqpar.testing import run_threads
+from seqpar.integrations.hf.request import ItemCounts
+from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import islands, union
 from tests.integrations.hf.hybrids import contiguous, gradients
@@ -108,13 +111,65 @@ def test_steps_add_up_and_wrappers_average() -> None:
             sum(losses).backward()
         return [float(x) for x in losses], {name: x / divisor for name, x in gradients(own).items()}
 
-    for options, more, divisor in (({}, {}, 1), ({"average_over": 2}, {}, 2), ({}, {"num_items_in_batch": 7}, 1)):
+    for options, more, divisor in (({}, {}, 1), ({"average_over": 2}, {}, 2), ({}, {"num_items_in_batch": 12}, 1)):
         found = run_threads(2, rank, options, more, divisor)
         for step, whole in enumerate(wholes):
             losses = [each[0][step] for each in found]
             assert (sum(losses) if more else losses[0]) == pytest.approx(whole[0], rel=1e-9)
             assert more or losses[0] == losses[1]
         check([(0.0, each) for _, each in found], (0.0, grads), 1e-9)
+
+
+def test_items_of_one_rank_alone_are_refused() -> None:
+    """The loss does not hear of them, and who counts them scales it for wrappers."""
+    model = model_of(FAMILIES["llama"], torch.float32)
+    every = labelled(batches("right", 2), SINGLE, torch.float32)
+
+    def rank(comm: Comm) -> tuple[float, float]:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        with seqpar.parallelize(own, comm):
+            with pytest.raises(ValueError, match="num_items_in_batch is 2, but the batches of all ranks have 4 labels"):
+                own(**batch, num_items_in_batch=torch.tensor(2))
+            with pytest.raises(ValueError, match=r"num_items_in_batch \(of all ranks, as Trainer counts with aver"):
+                own(**batch, num_items_in_batch=torch.tensor(12 + comm.rank))
+            return float(own(**batch).loss.detach()), float(own(**batch, num_items_in_batch=4).loss.detach())
+
+    (loss, one), (_, other) = run_threads(2, rank)
+    assert one + other == pytest.approx(loss, rel=1e-6)
+
+
+def test_items_of_a_step_that_are_fewer_than_its_labels_are_told_once() -> None:
+    model, items = torch.nn.Linear(2, 2), torch.tensor(6)
+    counted = ItemCounts(model)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counted.note(items, 4)
+        counted.note(torch.tensor(6), 4)  # of the next step
+        with torch.no_grad():
+            model.weight.add_(1)
+        counted.note(items, 4)
+    with pytest.warns(UserWarning, match="num_items_in_batch is 6, but the forwards .* have 8 labels on all ranks"):
+        counted.note(items, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counted.note(items, 4)
+
+
+def in_a_part_of_the_ranks(comm: Comm) -> None:
+    mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("dp", "sp"))
+    model = model_of(FAMILIES["llama"], torch.float32)
+    batch = labelled(batches("right", 1), SINGLE, torch.float32)[0]
+    with seqpar.parallelize(model, seqpar.GroupComm(mesh["sp"])):
+        with pytest.raises(
+            NotImplementedError, match="multiplies the loss by the 2 ranks that hold data, and .* has 1"
+        ):
+            model(**batch, num_items_in_batch=3)
+        model._tp_size = 2  # the ranks hold the same data
+        model(**batch, num_items_in_batch=3)
+
+
+def test_items_of_more_ranks_than_the_comms_are_refused() -> None:
+    run_processes(2, in_a_part_of_the_ranks)
 
 
 def test_ranks_without_rows_or_labels_that_count() -> None:
