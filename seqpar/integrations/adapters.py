@@ -38,7 +38,13 @@ def unwrapped(wrapper: Any) -> nn.Module:
             f"parallelize({type(wrapper).__name__}): an adaption prompt keeps the forward that its model had before; "
             "call parallelize(model, comm) first, and then get_peft_model"
         )
-    if within and any("CPT" in str(config.peft_type) for config in wrapper.peft_config.values()):
+    kinds = [str(config.peft_type) for config in wrapper.peft_config.values()] if within else []
+    if any("PREFIX_TUNING" in kind for kind in kinds):
+        raise NotImplementedError(
+            f"parallelize({type(wrapper).__name__}): prefix tuning gives each row keys of a cache, and a rank's rows "
+            "are of all documents; take another adapter, such as PromptTuningConfig"
+        )
+    if any("CPT" in kind for kind in kinds):
         raise NotImplementedError(
             f"parallelize({type(wrapper).__name__}): CPT computes its loss from the logits of a rank's rows, which are "
             "of all documents, so it trains with data parallelism only"

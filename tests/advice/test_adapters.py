@@ -112,6 +112,16 @@ def test_an_adaption_prompt_comes_after_parallelize() -> None:
     handle.undo()
 
 
+def test_prompts_of_embeddings_are_taken_instead_of_prefixes_of_keys() -> None:
+    kinds = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    with advised(NotImplementedError, "take another adapter, such as PromptTuningConfig"):
+        seqpar.parallelize(peft.get_peft_model(build("llama"), peft.PrefixTuningConfig(**kinds)), LocalComm())
+    model = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(**kinds))
+    alone = model(**BATCH).loss
+    with seqpar.parallelize(model, LocalComm()):
+        assert torch.allclose(model(**BATCH).loss, alone)
+
+
 def test_prompts_that_take_logits_are_refused() -> None:
     config = peft.CPTConfig(
         task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 4]
