@@ -105,8 +105,9 @@ class Afterwards:
 def numbers_of(model: PreTrainedModel) -> dict[str, Any]:
     """Numbers and flags among the attributes of a model and of its configs, by name."""
     found: dict[str, Any] = {}
-    for own in (vars(model.config.get_text_config()), vars(model.config), vars(model)):
-        found |= {n: x for n, x in own.items() if isinstance(x, (bool, int, float)) and not n.startswith("_")}
+    text = model.config.get_text_config()
+    for owner in (model.config, model) if text is model.config else (text, model.config, model):
+        found |= {n: x for n, x in vars(owner).items() if isinstance(x, (int, float)) and n[0] != "_"}
     found.pop("training", None)
     return found
 
