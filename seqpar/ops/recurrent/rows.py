@@ -235,6 +235,8 @@ def _way_back(
 def _fake(
     x: Tensor, handles: Sequence[Tensor], what: str, reach: int, rows: int, grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
+    if isinstance(rows, int) and rows < 0:
+        raise NotImplementedError(f"{what} of fake tensors, whose number of rows the plan alone knows")
     return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 

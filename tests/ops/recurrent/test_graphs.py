@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import softplus
 
 import seqpar
@@ -199,3 +200,9 @@ def test_seeds_of_64_bits_are_the_same_in_a_graph() -> None:
     for seed in (2**63 + 5, 2**64 - 1, 2**70 + 5, 5):
         assert torch.equal(whole(seed), attend(seed))
     assert torch.equal(attend(2**70 + 5), attend(5)) and torch.equal(attend(2**64 - 1), attend(-1))
+
+
+def test_halos_of_fake_tensors_are_refused_by_name() -> None:
+    plan = Plan(Mask(LENGTHS), Layout.contiguous(14, 1))
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="halo of fake tensors, whose number of rows"):
+        recurrent.halo(torch.zeros(14, 8), plan, LocalComm(), reach=2)
