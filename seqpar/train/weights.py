@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.ops.core.compared import gap, on_device, to_host
+from seqpar.ops.core.compared import gap, is_on_gpu, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
 
 PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
@@ -145,8 +145,8 @@ class Fingerprint:
     def __init__(self, sample: Sequence[Sampled]) -> None:
         self._names = "\n".join(each.name for each in sample).encode()
         joined = [torch.cat(list(several.values())) for several in _kinds(sample)]
-        self.late = any(on_device(x) for x in joined)
-        self._copies = [to_host(x) if on_device(x) else (x, None) for x in joined]
+        self.late = any(is_on_gpu(x) for x in joined)
+        self._copies = [to_host(x) if is_on_gpu(x) else (x, None) for x in joined]
 
     @cached_property
     def digest(self) -> str:

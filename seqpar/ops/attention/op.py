@@ -32,7 +32,7 @@ from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, unneeded
-from seqpar.ops.core.device import on_device
+from seqpar.ops.core.device import current_device_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import some_of
 from seqpar.plan import Part, Plan
@@ -58,7 +58,7 @@ def _run(
     plan, comm, options = resolved(values, Options(*given))
     call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
     q, k, v = map(near, (q, k, v))
-    with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type), on_device(q):
+    with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type), current_device_of(q):
         out, lse, parts = forward(call, q, k, v, sinks, slopes)
     saved: list[Tensor | None] = []
     if any(grads):
@@ -116,7 +116,11 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     parts = [
         _restored(call, part, inside[5 * n : 5 * n + 5], out, lse, slopes) for n, part in enumerate(call.recipe.parts)
     ]
-    with abort_on_error(call.comm, f"attention, call {call.tag.call}"), no_autocast(out.device.type), on_device(out):
+    with (
+        abort_on_error(call.comm, f"attention, call {call.tag.call}"),
+        no_autocast(out.device.type),
+        current_device_of(out),
+    ):
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv, dsinks = backward(call, parts, sinks, dout, dlse)
     dtype = call.signature.dtype

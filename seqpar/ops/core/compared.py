@@ -47,10 +47,10 @@ def comparable(what: str, values: Mapping[str, object], comm: Comm, *, at_once: 
     for name, value in values.items():
         if not isinstance(value, Tensor):
             plain |= {} if value is None else {name: value}
-        elif at_once or not on_device(value):
+        elif at_once or not is_on_gpu(value):
             plain[f"values of {name}"] = value.detach().double().tolist()
         else:
-            started.append((f"a hash of the {name} of an earlier {what}", *to_host(hashed(value))))
+            started.append((f"a hash of the {name} of an earlier {what}", *to_host(element_hash(value))))
     if started:
         comm.agreed[UNDER_WAY] = Started(started)
     return plain
@@ -66,14 +66,14 @@ def due(comm: Comm) -> dict[str, object]:
     return plain
 
 
-def hashed(x: Tensor) -> Tensor:
+def element_hash(x: Tensor) -> Tensor:
     """A hash of the elements in their order, int64 on x's device; overflow wraps, so any order of additions will do."""
     bits = x.detach().double().reshape(-1).view(torch.int64)
     mixed = ((bits ^ (bits >> 32)) + 1) * ODD
     return (mixed * torch.arange(1, 2 * len(bits) + 1, 2, device=x.device)).sum()
 
 
-def on_device(x: Tensor) -> bool:
+def is_on_gpu(x: Tensor) -> bool:
     """Whether the host would wait to read a tensor."""
     return x.device.type == "cuda"
 

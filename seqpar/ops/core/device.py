@@ -31,7 +31,7 @@ def stream_of(device: torch.device) -> Hashable:
     return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
 
 
-def on_device(x: Tensor) -> AbstractContextManager[None]:
+def current_device_of(x: Tensor) -> AbstractContextManager[None]:
     """A context in which a tensor's GPU, if it lies on one, is the current device, as kernels expect."""
     return torch.cuda.device_of(x)  # type: ignore[no-untyped-call, no-any-return]
 
