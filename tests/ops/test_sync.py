@@ -330,7 +330,7 @@ def test_layers_do_not_synchronise_and_upload_once(case, options, monkeypatch) -
             return upload(arrays, device)
 
     monkeypatch.setattr(calls, "upload", counted)
-    monkeypatch.setattr(compared, "on_device", lambda x: True)
+    monkeypatch.setattr(compared, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(compared, "to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
     monkeypatch.setattr(softmax, "_known_finite", lambda values: False)  # as on CUDA
     monkeypatch.setattr(dropout, "_on_host", lambda x: False)
@@ -361,7 +361,7 @@ def test_values_on_a_device_are_compared_by_the_next_call_and_wait_for_no_later_
         comm.agree("afterwards", {})
         return mine, str(caught.value)
 
-    monkeypatch.setattr(compared, "on_device", lambda x: True)
+    monkeypatch.setattr(compared, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(compared, "to_host", to_host)
     for mine, text in run_threads(3, rank_main):
         assert mine == ["later work", "copy"]
@@ -379,7 +379,7 @@ def test_values_on_a_device_are_compared_even_if_no_other_call_is_new(monkeypatc
                     call.facts, call.values = {"plan": "a"}, {"sinks": sinks}
         return calls_made, str(caught.value)
 
-    monkeypatch.setattr(compared, "on_device", lambda x: True)
+    monkeypatch.setattr(compared, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(compared, "to_host", lambda number: (number, SimpleNamespace(synchronize=lambda: None)))
     for count, text in run_threads(3, rank_main):
         assert count == compared.LATEST

@@ -203,7 +203,7 @@ def test_on_a_gpu_the_weights_of_the_forward_before_are_compared_and_the_host_wa
                 optimizer.zero_grad()
         return mine
 
-    monkeypatch.setattr(weights, "on_device", lambda x: True)
+    monkeypatch.setattr(weights, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(weights, "to_host", to_host)
     for mine in run_threads(RANKS, rank):
         assert mine == [
