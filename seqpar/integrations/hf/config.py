@@ -7,6 +7,7 @@ which also looks at the modules and tries the model on a few tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -16,6 +17,7 @@ STATE = "it carries a state from token to token (a recurrent or state space mode
 HYBRID_LAYERS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 ASKED = "output_router_logits"
+OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
 
 
@@ -69,7 +71,9 @@ def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: 
     """
     reasons = []
     config = model.config.get_text_config()
-    if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    # an encoder alone may have the config of both
+    both = model.config.is_encoder_decoder and bool(OF_DECODERS & signature(type(model).forward).parameters.keys())
+    if both or getattr(config, "add_cross_attention", False):
         reasons.append("it has cross-attention (an encoder and a decoder)")
     reasons += mixing_layers(config, recurrent=recurrent, shared=shared)
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):

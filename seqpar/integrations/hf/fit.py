@@ -57,6 +57,7 @@ ROWS = [9, 2, 3, 12, 4]  # rows of the second run, by number
 PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
 POOLED, NO_ROWS = "it also returns pooler_output", "none with a row for every token"
+ALONE = f"its forward of {TOKENS} input_ids fails on one process too"
 NO_MASK = "no layer asked transformers.masking_utils for a mask"
 # Modules that look at other tokens, or at the batch, by design.
 BATCHES = (nn.modules.batchnorm._BatchNorm,)
@@ -158,6 +159,8 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
                 reasons.append(f"trying it on a few tokens failed: {type(error).__name__}: {error}")
                 if isinstance(error, IndexError) and "tensor of dimension 0" in str(error):
                     reasons[:] = ["its attention edits its mask, which is the handle of a plan here"]
+                if alone := _fails_alone(model):
+                    reasons[:] = [alone]
         if not reasons:
             return fit
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
@@ -180,9 +183,22 @@ def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
     pooling = not part and "add_pooling_layer" in inspect.signature(type(model)).parameters
     if pooling and len(reasons) == 1 and POOLED in reasons[0]:
         return "; make it with add_pooling_layer=False"
+    if reasons[0].startswith(ALONE):
+        return ""
     if any(isinstance(module, BATCHES) for module in model.modules()):
         return ""  # whose result depends on the sequences that a rank has
     return "; train it with data parallelism, whole sequences on each rank"
+
+
+def _fails_alone(model: PreTrainedModel) -> str:
+    """How a model fails on a few tokens by transformers' own code, or ""."""
+    at = torch.arange(TOKENS, device=model.device)[None]
+    with implementation(model, "eager"), as_written(model):
+        try:
+            model.forward(input_ids=at, **caching(model))
+        except Exception as error:
+            return f"{ALONE}: {type(error).__name__}: {error}"
+    return ""
 
 
 def _by_sdpa(model: PreTrainedModel) -> bool:

@@ -397,7 +397,7 @@ def test_a_trial_that_fails_leaves_weights_and_precision_as_they_were() -> None:
     model = with_layer(build("llama"), Failing(MemoryError, always=True)).bfloat16()
     torch.set_float32_matmul_precision("high")
     try:
-        with pytest.raises(NotImplementedError, match="trying it on a few tokens failed: MemoryError: nothing left"):
+        with pytest.raises(NotImplementedError, match="fails on one process too: MemoryError: nothing left"):
             seqpar.parallelize(model, LocalComm())
         assert torch.get_float32_matmul_precision() == "high"
     finally:
@@ -563,3 +563,20 @@ def test_a_model_around_a_pooler_is_not_told_to_leave_it_out() -> None:
     model = averaging(made("BertForSequenceClassification", "BertConfig", **TINY, intermediate_size=40)())
     with pytest.raises(NotImplementedError, match="pooler_output.*; train it with data parallelism"):
         seqpar.parallelize(model, LocalComm())
+
+
+@pytest.mark.parametrize("kind", ["UMT5", "LongT5"])
+def test_an_encoder_alone_is_not_refused_for_cross_attention(kind: str) -> None:
+    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    reason = "a bias that the model makes itself" if kind == "UMT5" else "no layer asked .* for a mask"
+    with pytest.raises(NotImplementedError, match=f"several ranks: (?!.*cross-attention).*{reason}"):
+        seqpar.parallelize(getattr(transformers, f"{kind}EncoderModel")(config), LocalComm())
+
+
+def test_a_model_that_fails_on_one_process_is_said_to() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 48)
+    with pytest.raises(NotImplementedError, match="fails on one process too: RuntimeError: The size of") as raised:
+        seqpar.parallelize(model, LocalComm())
+    assert "data parallelism" not in str(raised.value)
