@@ -13,8 +13,8 @@ from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.hf.vision import ParallelVision
 from seqpar.testing import run_threads
 from tests.advice.remedies import advised
-from tests.ecosystem.architectures import IMAGES, build
-from tests.ecosystem.images import brought, padded
+from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, build
+from tests.ecosystem.images import brought, one_process, padded
 
 
 def test_arguments_and_masks_that_ranks_cannot_share() -> None:
@@ -103,3 +103,38 @@ def test_ranks_freeze_alike_and_leave_gradients_out_alike() -> None:
         with advised(ValueError, "freeze the same parameters on all ranks, and use torch.no_grad on all or none"):
             run_threads(2, rank, *differing)
     assert len({loss for alike in ((0, 0), (2, 0), (2, 2)) for loss in run_threads(2, rank, *alike)}) == 1
+
+
+def test_router_logits_are_not_asked_for_by_the_config() -> None:
+    kind = "qwen3_vl_moe"
+    model = build(MORE_IMAGES[kind], dtype=torch.float32).eval()
+    batch = padded(kind, brought(kind, 1, torch.float32)[0])
+    expected = float(model(**batch).loss)
+    model.config.text_config.output_router_logits = True
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "set it to False in the config of its text model"):
+            model(**batch)
+        model.config.text_config.output_router_logits = False
+        assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_whose_mask_the_whole_model_does_not_make() -> None:
+    """Its text model reads a window from another config than the whole model."""
+    kind = "gemma3"
+    model = build(IMAGES[kind], dtype=torch.float32).eval()
+    every = [padded(kind, own) for own in brought(kind, 2, torch.float32)]
+
+    model.model.language_model.config = copy.deepcopy(model.config.text_config)
+    model.model.language_model.config.sliding_window = 3
+
+    def rank(comm: Comm) -> float:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm):
+            return float(own(**every[comm.rank]).loss)
+
+    with advised(NotImplementedError, "train it with data parallelism, whole sequences on each rank"):
+        run_threads(2, rank)
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in every]
+    found = run_threads(2, lambda comm: float(copy.deepcopy(model)(**every[comm.rank]).loss))
+    expected = float(one_process(kind, model, sum(brought(kind, 2, torch.float32), [])))
+    assert sum(n * loss for n, loss in zip(counts, found)) / sum(counts) == pytest.approx(expected, rel=1e-5)

@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, mixing_layers, unserved_attention
-from seqpar.integrations.hf.mask import Rule, rule_of
+from seqpar.integrations.hf.mask import Rule, blocks_of, rule_of
 from seqpar.nn.wrap import replaced
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.op import calls
@@ -48,11 +48,13 @@ UNUSED = {
 class Forward(NamedTuple):
     """State of a forward pass besides the plan. make: returns the plan for a layer's rule.
 
+    blocked: the same for a rule with blocks and the number of each row's block; None where blocks are not served.
     note: before rows are shared, returns what stands for the mask of a mask function and a padding mask; text: the
     config of the model whose masks these are.
     """
 
     make: Callable[[Plan, Rule], Plan] = lambda plan, rule: planned(plan, rule)
+    blocked: Callable[[Plan, Rule, Tensor], Plan] | None = None
     padded: bool = False  # whether padding in a two-dimensional mask has been removed already
     note: Callable[[Callable[..., Any], Tensor | None], Any] | None = None
     text: PreTrainedConfig | None = None
@@ -64,6 +66,10 @@ class Noted(NamedTuple):
     """In place of a mask, until rows are shared: the padding mask [B, S] that was handed over with it, or None."""
 
     padding: Tensor | None
+
+
+class Unmade(NotImplementedError):
+    """Why a mask cannot be made. It stands in the place of the mask: a layer that uses it raises it, if any does."""
 
 
 def padding_of(mask: Any) -> Tensor | None:
@@ -185,7 +191,15 @@ def _mask(
             f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan has the "
             "mask; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
-    return handle(state.make(around.plan, rule_of(function)), around.comm, around.seed)
+    rule, ids = rule_of(function), blocks_of(function)
+    try:
+        if ids is None or state.blocked is None:
+            plan = state.make(around.plan, rule)
+        else:
+            plan = state.blocked(around.plan, rule, ids)
+    except Unmade as error:
+        return error.with_traceback(None)  # whose frames hold the batch
+    return handle(plan, around.comm, around.seed)
 
 
 def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
@@ -218,6 +232,8 @@ def attention_function(
     """
     if not torch.compiler.is_compiling():
         calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
+    if isinstance(attention_mask, Unmade):
+        raise attention_mask
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise NotImplementedError(

@@ -122,6 +122,49 @@ class Blocks(NamedTuple):
         return Mask.from_bounds(lo, hi, lengths=causal.lengths)
 
 
+class Told(NamedTuple):
+    """The masks of a rank. rules: each without blocks, and how it has them. starts, lengths, numbers: of its blocks."""
+
+    rules: dict[Rule, str]
+    starts: Ints
+    lengths: Ints
+    numbers: Ints
+
+
+def stretches(ids: Ints, document: Ints) -> tuple[Ints, Ints, Ints]:
+    """First tokens, lengths and numbers of blocks, one inside one document. ids: of each token, below 0 outside."""
+    begin = np.flatnonzero(np.diff(ids, prepend=-2) | np.diff(document, prepend=-1))
+    size, number = np.diff(np.append(begin, ids.size)), ids[begin]
+    inside = number >= 0
+    return begin[inside], size[inside], number[inside]
+
+
+def united(every: list[Told], lengths: list[Ints]) -> tuple[dict[Rule, str], Blocks]:
+    """The rules of all ranks, and the blocks of the union, cut where documents end. lengths: of each rank's documents.
+
+    Raises: NotImplementedError for ranks whose masks have blocks in two ways, and for blocks in several stretches.
+    """
+    rules: dict[Rule, str] = {}
+    for rule, block in (item for told in every for item in told.rules.items()):
+        if block and rules.get(rule):
+            if rules[rule] != block:
+                raise NotImplementedError(f"masks of ranks have blocks in two ways: {rules[rule]} and {block}")
+        elif block or rule not in rules:
+            rules[rule] = block
+    first = np.cumsum([0, *(int(each.sum()) for each in lengths)])
+    edges = np.cumsum(np.concatenate([[0], *lengths]))
+    starts = np.concatenate([told.starts + begin for told, begin in zip(every, first)])
+    ends = starts + np.concatenate([told.lengths for told in every])
+    numbers = np.concatenate([told.numbers for told in every])
+    document = np.searchsorted(edges, starts, side="right") - 1
+    pieces = np.searchsorted(edges, ends - 1, side="right") - document
+    which = np.repeat(np.arange(starts.size), pieces)
+    document = document[which] + np.arange(which.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    if len({*zip(document.tolist(), numbers[which].tolist())}) < which.size:
+        raise NotImplementedError("a block of tokens that see each other lies in several stretches of a document")
+    return rules, Blocks(np.maximum(starts[which], edges[document]), np.minimum(ends[which], edges[document + 1]))
+
+
 def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 

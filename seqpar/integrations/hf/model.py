@@ -16,6 +16,7 @@ from dataclasses import fields
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -39,7 +40,7 @@ from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weigh
 from seqpar.integrations.hf.fit import PER_TOKEN, fitting, plain, softcap_of, softcapped, text_of
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, pad_of, pooled_of
-from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counts
@@ -277,16 +278,12 @@ class ParallelTransformer(ParallelModel):
         self._hidden, kept = hidden, self._hidden
         try:
             out = self._run(before, own, rows)
+            return self._home(module, request, own, out, hidden)
         except BaseException as error:  # Ctrl-C too
             self._fail(error)
             raise
         finally:
             self._hidden = kept
-        try:
-            return self._home(module, request, own, out, hidden)
-        except (ValueError, IndexError, NotImplementedError) as error:  # for this rank's labels, or its model
-            self._fail(error)
-            raise
 
     @partial(torch.compiler.disable, recursive=False)
     def _run(self, before: Callable[..., Any], own: Share, rows: Mapping[str, Any]) -> Any:
@@ -314,24 +311,24 @@ class ParallelTransformer(ParallelModel):
         self._head = call
         try:
             out = before(**arguments, return_dict=True)
+            if out.get("loss") is not None:
+                if call.labels is None:
+                    raise NotImplementedError(
+                        f"{type(self.model).__name__} returned a loss without labels, whose share is not known; leave "
+                        "out what it was computed from, and compute the loss from what the model returns"
+                    )
+                part, mean, count = call.loss(out.loss, out.logits, self.average_over)
+                out.loss = part if call.items is not None else _Reported.apply(part, mean)
         except BaseException as error:
             if call.share is not None:  # after the base model; before, all ranks raise alike
                 self._fail(error)
             raise
         finally:
             self._head = kept
-        if out.get("loss") is not None:
-            if call.labels is None:
-                raise NotImplementedError(
-                    f"{type(self.model).__name__} returned a loss without labels, whose share is not known; leave out "
-                    "what it was computed from, and compute the loss from what the model returns"
-                )
-            part, mean, count = call.loss(out.loss, out.logits, self.average_over)
-            if call.items is not None:
-                if int(count) > int(call.items):
-                    raise too_few(call.items, int(count))
-                self._items.note(call.items, int(count))
-            out.loss = part if call.items is not None else _Reported.apply(part, mean)
+        if call.labels is not None and call.items is not None:
+            if int(count) > int(call.items):  # on all ranks
+                raise too_few(call.items, int(count))
+            self._items.note(call.items, int(count))
         return out if whole else out.to_tuple()
 
     @uncompiled
@@ -349,7 +346,8 @@ class ParallelTransformer(ParallelModel):
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
-        around.enter_context(forward(Forward(self._maker(own), longest=self._longest)))
+        state = Forward(self._maker(own), partial(self._gathered, own), longest=self._longest)
+        around.enter_context(forward(state))
         return around
 
     def _maker(self, own: Share) -> Callable[[Plan, Rule], Plan]:
@@ -376,6 +374,30 @@ class ParallelTransformer(ParallelModel):
             return planned(plan, rule)
         window = (rule.left, None if rule.causal else rule.right)
         return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
+
+    def _gathered(self, own: Share, plan: Plan, rule: Rule, ids: Tensor) -> Plan:
+        """The plan of a share with a rule and the blocks of all ranks' rows. A collective. ids: as of `blocks_of`."""
+        numbers = ids[0, : plan.layout.tokens(self.comm.rank)].cpu().numpy().astype(np.int64)
+        every = np.concatenate(self.comm.gather(f"{type(self.model).__name__}.forward: blocks of tokens", numbers))
+        at = np.concatenate([plan.layout.positions(rank) for rank in range(self.comm.size)])
+        lengths = plan.mask.lengths
+        told = Told({}, *stretches(every[np.argsort(at)], np.repeat(np.arange(lengths.size), lengths)))
+        blocks = united([told], [lengths])[1]
+        if not blocks.starts.size:
+            return self._layer_plan(own, plan, rule._replace(block=""))
+        layer_plan = self._blocked(own, plan, rule, blocks)
+        remember(self.comm, plan_key(layer_plan))  # all ranks made it of the same numbers
+        self._rules.append(rule)
+        return layer_plan
+
+    def _blocked(self, own: Share, plan: Plan, rule: Rule, blocks: Blocks) -> Plan:
+        """The plan of a share with a rule and blocks."""
+        if rule.chunk:
+            raise NotImplementedError(
+                f"a layer of {type(self.model).__name__} attends in chunks, and to whole images or prefixes"
+            )
+        sides = (own.mask_for(causal=causal, window=(rule.left, None)) for causal in (False, True))
+        return plan.with_mask(blocks.mask(rule, *sides))
 
     @uncompiled
     def _share(

@@ -198,7 +198,7 @@ class Served(NamedTuple):
         self._check_loss(who, arguments)
 
     def _check_routers(self, who: str, arguments: dict[str, Any]) -> None:
-        if can_ask(self.model) and not arguments.setdefault(ASKED, asks(self.model)):
+        if not arguments.setdefault(ASKED, can_ask(self.model) and asks(self.model)):
             del arguments[ASKED]
         if arguments.get(ASKED) and self.fit.routers:
             raise NotImplementedError(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,11 +34,10 @@ from transformers.utils import ModelOutput
 
 from seqpar.comm.entry import uncompiled
 from seqpar.data import Share
-from seqpar.facts.value import Ints
-from seqpar.integrations.hf.attention import Forward, Noted, forward, padding_of
+from seqpar.integrations.hf.attention import Forward, Noted, Unmade, forward, padding_of
 from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
-from seqpar.integrations.hf.mask import Blocks, Rule, blocks_of, rule_of
+from seqpar.integrations.hf.mask import Blocks, Rule, Told, blocks_of, rule_of, stretches, united
 from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.request import DOCUMENTS, LABELS, OF_LOSS, ROWS, arguments_of
 from seqpar.plan import Plan
@@ -51,15 +50,6 @@ GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visua
 # Keywords of the whole model that would make its output another one.
 REFUSED = ("past_key_values", "use_cache", "output_attentions", "output_router_logits", "logits_to_keep")
 EXACT = 4096  # values of a media input that ranks tell each other; of larger ones only the shape
-
-
-class Told(NamedTuple):
-    """The masks of a rank. rules: each without blocks, and how it has them. starts, lengths, numbers: of its blocks."""
-
-    rules: dict[Rule, str]
-    starts: Ints
-    lengths: Ints
-    numbers: Ints
 
 
 class Bringing:
@@ -98,36 +88,7 @@ class Bringing:
         ids = self.ids.detach().cpu().numpy().astype(np.int64)
         row = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
         kept = np.ones(ids.shape, bool) if self.padding is None else self.padding.detach().cpu().numpy() != 0
-        ids, row = ids[kept], row[kept]
-        begin = np.flatnonzero(np.diff(ids, prepend=-2) | np.diff(row, prepend=-1))
-        size, number = np.diff(np.append(begin, ids.size)), ids[begin]
-        return Told(self.rules, *(x[number >= 0] for x in (begin, size, number)))
-
-
-def united(every: list[Told], lengths: list[Ints]) -> tuple[dict[Rule, str], Blocks]:
-    """The rules of all ranks, and the blocks of the union, cut where documents end. lengths: of each rank's documents.
-
-    Raises: NotImplementedError for ranks whose masks have blocks in two ways, and for blocks in several stretches.
-    """
-    rules: dict[Rule, str] = {}
-    for rule, block in (item for told in every for item in told.rules.items()):
-        if block and rules.get(rule):
-            if rules[rule] != block:
-                raise NotImplementedError(f"masks of ranks have blocks in two ways: {rules[rule]} and {block}")
-        elif block or rule not in rules:
-            rules[rule] = block
-    first = np.cumsum([0, *(int(each.sum()) for each in lengths)])
-    edges = np.cumsum(np.concatenate([[0], *lengths]))
-    starts = np.concatenate([told.starts + begin for told, begin in zip(every, first)])
-    ends = starts + np.concatenate([told.lengths for told in every])
-    numbers = np.concatenate([told.numbers for told in every])
-    document = np.searchsorted(edges, starts, side="right") - 1
-    pieces = np.searchsorted(edges, ends - 1, side="right") - document
-    which = np.repeat(np.arange(starts.size), pieces)
-    document = document[which] + np.arange(which.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    if len({*zip(document.tolist(), numbers[which].tolist())}) < which.size:
-        raise NotImplementedError("a block of tokens that see each other lies in several stretches of a document")
-    return rules, Blocks(np.maximum(starts[which], edges[document]), np.minimum(ends[which], edges[document + 1]))
+        return Told(self.rules, *stretches(ids[kept], row[kept]))
 
 
 class ParallelVision(ParallelTransformer):
@@ -136,8 +97,8 @@ class ParallelVision(ParallelTransformer):
     entries = (*ROWS, GRID, DEEP, SEEN, PER_LAYER)
     optional = (GRID, DEEP, SEEN)
     returned = (
-        "hidden_states", "image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas",
-        "attention_mask",
+        "hidden_states", "rope_deltas", "attention_mask",
+        *(f"{kind}_{what}" for kind in MEDIA for what in ("hidden_states", "pooler_output", "features")),
     )  # fmt: skip
 
     _bringing: Bringing | None = None
@@ -177,13 +138,13 @@ class ParallelVision(ParallelTransformer):
                 out = before(**own)
             if bringing.own is None:
                 raise NotImplementedError(f"{type(module).__name__} did not call its {type(self.text).__name__}")
+            return self._home(module, bringing.call, bringing.own, out, hidden)
         except BaseException as error:  # Ctrl-C too
             if not bringing.refused:
                 self._fail(error)
             raise
         finally:
             self._hidden, self._bringing = kept, None
-        return self._home(module, bringing.call, bringing.own, out, hidden)
 
     @uncompiled
     def _asked(
@@ -192,19 +153,26 @@ class ParallelVision(ParallelTransformer):
         """The forward to come, the arguments of the model's own code, and whether its loss needs no logits."""
         own = arguments_of(module, args, named)
         who = type(module).__name__
-        error = None
-        refused = [name for name in REFUSED if name in own]
-        if refused or (can_ask(self.model) and asks(self.model)):
+        error, asking = None, can_ask(self.model) and asks(self.model)
+        off = not own.get(ASKED, True)
+        if off:
+            del own[ASKED]
+        if refused := [name for name in REFUSED if name in own]:
             error = NotImplementedError(
-                f"{who} on several ranks got {', '.join(refused) or ASKED}; leave it out, or run the model on one "
-                "rank, inside parallelize(...).local()"
+                f"{who} on several ranks got {', '.join(refused)}; leave it out, or run the model on one rank, inside "
+                "parallelize(...).local()"
+            )
+        elif asking and not off:
+            error = NotImplementedError(
+                f"{who} on several ranks returns no router logits, which its config asks for by {ASKED}=True; set it "
+                "to False in the config of its text model"
             )
         asked = {name: own.pop(name) for name in (*OF_LOSS, *DOCUMENTS, "return_dict") if name in own}
         if own.get("output_hidden_states"):
             asked["output_hidden_states"] = True
         blank = self._blank(f"{who}.forward", own, error)
         _, chunked = self._output(any(name in asked for name in LABELS))
-        own |= {"return_dict": True} | caching(self.model)
+        own |= {"return_dict": True} | caching(self.model) | ({ASKED: False} if asking else {})
         if chunked:
             own["logits_to_keep"] = torch.zeros(0, dtype=torch.int64, device=self.model.device)
         return Bringing(module, asked, blank), own, chunked
@@ -266,17 +234,15 @@ class ParallelVision(ParallelTransformer):
         bringing = self._bringing
         if bringing is None or not bringing.rules:
             return super()._layer_plan(own, plan, rule)
-        if rule not in bringing.rules:
-            raise NotImplementedError(
-                f"{type(self.model).__name__} made masks for {list(bringing.rules)}, and its text model asks for {rule}"
+        if rule not in bringing.rules:  # of layers that a config may have and this one has not
+            raise Unmade(
+                f"{type(self.model).__name__} makes masks for {list(bringing.rules)}, and a layer of its text model "
+                f"uses {rule}; train it with data parallelism, whole sequences on each rank"
             )
         block, blocks = bringing.rules[rule], bringing.blocks
         if not block or blocks is None or not blocks.starts.size:
             return super()._layer_plan(own, plan, rule)
-        if rule.chunk:
-            raise NotImplementedError(f"a layer of {type(self.model).__name__} attends in chunks, and to whole images")
-        sides = (own.mask_for(causal=causal, window=(rule.left, None)) for causal in (False, True))
-        return plan.with_mask(blocks.mask(rule._replace(block=block), *sides))
+        return self._blocked(own, plan, rule._replace(block=block), blocks)
 
     def _blank(self, what: str, own: Mapping[str, Any], error: Exception | None) -> list[Callable[[], Any]]:
         """Runs of towers on blank inputs, of each kind that another rank has and this one has not. A collective."""
@@ -385,6 +351,8 @@ def _with_rows(given: dict[str, Any]) -> dict[str, Any]:
         # of 4 rows the first tells documents; offsets from it are 0 where no image is
         plain = at[0] if len(at) == 4 else torch.arange(tokens[1], device=at.device).expand(tokens)
         given |= {"position_ids": plain, GRID: (at[-3:] - plain).permute(1, 2, 0)}
+    if DEEP in given and not given[DEEP]:  # of a tower without DeepStack layers
+        del given[DEEP], given[SEEN]
     if DEEP in given:
         seen, embeds = given[SEEN], given["inputs_embeds"]
         features = torch.cat([x.to(embeds.dtype) for x in given[DEEP]], -1)

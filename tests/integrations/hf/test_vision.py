@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm, LocalComm, Mask
 from seqpar.integrations.hf.fit import text_of
-from seqpar.integrations.hf.mask import Blocks, Rule
-from seqpar.integrations.hf.vision import Told, united
+from seqpar.integrations.hf.mask import Blocks, Rule, Told, united
 from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, Architecture, build
 from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, tokens_of

@@ -1,0 +1,221 @@
+"""Models of images and sound: what towers return beside tokens, layers that they lack, and a rank that fails late."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import seqpar
+from seqpar import Comm
+from seqpar.integrations.hf.model import ParallelTransformer
+from seqpar.integrations.hf.vision import ParallelVision
+from seqpar.testing import run_threads
+from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, SEEN, Architecture, build, config_of
+from tests.ecosystem.images import brought, one_process, padded
+from tests.ecosystem.ways import Outcome, cut, islands, outcome
+from tests.integrations.hf.test_vision import compare
+
+TEXT = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+WAIT = 20.0  # seconds that ranks wait for each other
+
+
+def lfm3_vl() -> tuple[transformers.PreTrainedModel, list[dict[str, Tensor]]]:
+    """A model, and a batch for each of two ranks: images on the second one."""
+    config = transformers.Lfm3VlConfig(
+        text_config=TEXT | {"model_type": "lfm3", "head_dim": 8, "layer_types": ["conv", "full_attention"]},
+        vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "num_key_value_heads": 2, "patch_size": 4, "layer_types": ["full_attention"]},
+        projector_hidden_size=32, image_token_id=SEEN["image"], video_token_id=SEEN["video"],
+        vision_start_token_id=SEEN["start"], vision_end_token_id=SEEN["end"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Lfm3VlForConditionalGeneration._from_config(config, attn_implementation="eager").double()
+    ids = torch.randint(1, 50, (2, 2, 16))
+    ids[1, :, 3:7] = SEEN["image"]
+    every = [{"input_ids": x, "attention_mask": torch.ones_like(x), "labels": x.masked_fill(x > 50, -100)} for x in ids]
+    every[1] |= {"pixel_values": torch.randn(32, 96).double(), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    return model, every
+
+
+def test_pooled_images_come_home_as_they_are() -> None:
+    model, every = lfm3_vl()
+
+    def rank(comm: Comm) -> tuple[Outcome, Tensor | None]:
+        own = copy.deepcopy(model)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=cut):
+            out = own(**every[comm.rank])
+            return outcome(own, out.loss), out.image_pooler_output
+
+    found = run_threads(2, rank)
+    whole = {name: torch.cat([batch[name] for batch in every if name in batch]) for name in every[1]}
+    with islands(torch.float64):
+        expected = model(**whole, use_cache=False)
+        compare([each for each, _ in found], outcome(model, expected.loss), torch.float64)
+    assert found[0][1] is None and torch.allclose(found[1][1], expected.image_pooler_output)
+
+
+def test_features_of_sound_come_home_as_they_are() -> None:
+    """As the base model of VibeVoice returns them."""
+    tower = {"channels": 1, "hidden_size": 8, "kernel_size": 3, "num_filters": 4, "downsampling_ratios": [2, 2],
+             "depths": [1, 1, 1]}  # fmt: skip
+    config = transformers.VibeVoiceConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        audio_config=tower | {"model_type": "vibevoice_acoustic_tokenizer"},
+        semantic_model_config=tower | {"model_type": "vibevoice_acoustic_tokenizer_encoder"},
+        diffusion_head_config={"intermediate_size": 40, "num_head_layers": 1},
+        audio_token_id=50, audio_bos_token_id=51, audio_eos_token_id=52, pad_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.VibeVoiceModel._from_config(config, attn_implementation="eager").double().eval()
+    ids = torch.randint(1, 50, (4, 20))
+    ids[:, 2:12] = 50
+    whole = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "input_values": torch.randn(4, 1, 40).double(),
+        "padding_mask": torch.ones(4, 40).bool(),
+    }  # fmt: skip
+
+    def rank(comm: Comm) -> Any:
+        own, half = copy.deepcopy(model), slice(2 * comm.rank, 2 * comm.rank + 2)
+        with islands(torch.float64), torch.no_grad(), seqpar.parallelize(own, comm, plan=cut):
+            return own(**{name: x[half] for name, x in whole.items()}, sample=False)
+
+    with islands(torch.float64), torch.no_grad():
+        expected = model(**whole, sample=False, use_cache=False)
+    found = run_threads(2, rank)
+    assert torch.allclose(torch.cat([out.audio_features for out in found]), expected.audio_features)
+    assert torch.allclose(torch.cat([out.last_hidden_state for out in found]), expected.last_hidden_state)
+
+
+def trained(row: Architecture, kind: str, *, images: bool = True, types: bool = True, **more: Any) -> None:
+    """A step of a family's model with other sizes on two ranks, beside one process. more: arguments of each call."""
+    documents = brought(kind, 2, torch.float64)
+    if not images:
+        documents[1] = documents[0]
+    every = [padded(kind, own) for own in documents]
+    if not types:
+        for batch in every:
+            del batch["token_type_ids"]
+    with islands(torch.float64):
+        model = build(row)
+
+    def rank(comm: Comm) -> Outcome:
+        own = copy.deepcopy(model)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=cut):
+            return outcome(own, own(**every[comm.rank], **more).loss)
+
+    found = run_threads(2, rank)
+    with islands(torch.float64):
+        compare(found, outcome(model, one_process(kind, model, sum(documents, []))), torch.float64)
+
+
+def changed(row: Architecture, part: str, **sizes: Any) -> Architecture:
+    """A family with other sizes in a part of its config."""
+    return row._replace(config=row.config | {part: getattr(config_of(row), part).to_dict() | sizes})
+
+
+def test_towers_without_deepstack_layers() -> None:
+    trained(changed(IMAGES["qwen3_vl"], "vision_config", deepstack_visual_indexes=[]), "qwen3_vl")
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_a_model_all_of_whose_layers_are_sliding(images: bool) -> None:
+    """Gemma 3 makes no mask then for the layers that it has not, and its model of tokens makes one."""
+    row = changed(IMAGES["gemma3"], "text_config", layer_types=["sliding_attention"] * 2, sliding_window=4)
+    trained(row, "gemma3", images=images, types=images)
+
+
+def test_router_logits_that_no_call_asks_for() -> None:
+    trained(MORE_IMAGES["qwen3_vl_moe"], "qwen3_vl_moe", output_router_logits=False)
+    trained(IMAGES["llava"], "llava", output_router_logits=False)
+    row = changed(MORE_IMAGES["qwen3_vl_moe"], "text_config", output_router_logits=True)
+    trained(row, "qwen3_vl_moe", output_router_logits=False)
+
+
+def late(comm: Comm, model: transformers.PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[str, float]:
+    """The error of a call, and the seconds that it took."""
+    own = copy.deepcopy(model)
+    with seqpar.parallelize(own, comm), pytest.raises(Exception) as raised:  # noqa: PT011
+        begin = time.monotonic()
+        own(**batches[comm.rank])
+    return f"{raised.type.__name__}: {raised.value}", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("kind", ["llava", "llama"])
+def test_a_label_beyond_the_vocabulary_is_told_to_all_ranks(kind: str) -> None:
+    model = build(IMAGES.get(kind) or Architecture(kind, "dense"), dtype=torch.float32)
+    ids = torch.arange(1, 13)[None]
+    every = [{"input_ids": ids, "labels": ids + 1000 * (ids == 5) * rank} for rank in range(2)]
+    (one, waited), (other, _) = sorted(run_threads(2, late, model, every, timeout=WAIT))
+    assert other.startswith("ValueError: linear_cross_entropy: the label of row"), other
+    assert one.startswith("PeerError") and "the label of row" in one and waited < WAIT / 2
+
+
+@pytest.mark.parametrize("kind", ["llava", "llama"])
+def test_any_error_after_the_models_own_forward_is_told_to_all_ranks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = ParallelTransformer._loss
+
+    def failing(self: ParallelTransformer, *args: Any) -> Tensor:
+        if self.comm.rank:
+            raise MemoryError("nothing left")
+        return loss(self, *args)
+
+    monkeypatch.setattr(ParallelTransformer, "_loss", failing)
+    model = build(IMAGES.get(kind) or Architecture(kind, "dense"), dtype=torch.float32)
+    ids = torch.arange(1, 13)[None]
+    (one, waited), (other, _) = run_threads(2, late, model, [{"input_ids": ids, "labels": ids}] * 2, timeout=WAIT)
+    assert other == "MemoryError: nothing left"
+    assert "PeerError" in one and "MemoryError: nothing left" in one and waited < WAIT / 2
+
+
+def test_outputs_that_cannot_come_home_are_told_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParallelVision, "returned", ("hidden_states",))
+    model, every = lfm3_vl()
+    (one, waited), (other, _) = run_threads(2, late, model, every, timeout=WAIT)
+    assert "NotImplementedError: Lfm3VlForConditionalGeneration returned image_pooler_output" in other
+    assert "PeerError" in one and "returned image_pooler_output" in one and waited < WAIT / 2
+
+
+def test_a_prefix_that_sees_itself_whole() -> None:
+    """Of HRM-Text, a model of tokens alone: token_type_ids are 1 in the prefix."""
+    config = transformers.HrmTextConfig(
+        **TEXT | {"num_key_value_heads": 4, "num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 2, "head_dim": 8}
+    )
+    torch.manual_seed(0)
+    model = transformers.HrmTextForCausalLM._from_config(config, attn_implementation="eager").double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    ids, mask = torch.randint(1, 60, (4, 14)), torch.ones(4, 14, dtype=torch.int64)
+    mask[1, 10:] = mask[0, 2] = mask[3, 6:8] = 0
+    whole = {
+        "input_ids": ids * mask, "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100),
+        "token_type_ids": (torch.arange(14) < torch.tensor([[5], [0], [9], [3]])).long(),
+    }  # fmt: skip
+    causal = whole | {"token_type_ids": torch.zeros_like(ids)}
+
+    def rank(comm: Comm) -> list[Outcome]:
+        half, found = slice(2 * comm.rank, 2 * comm.rank + 2), []
+        own = copy.deepcopy(model)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=cut):
+            for batch in (whole, causal, whole):
+                own.zero_grad()
+                found.append(outcome(own, own(**{name: x[half] for name, x in batch.items()}).loss))
+        return found
+
+    with islands(torch.float64):
+        for found, batch in zip(zip(*run_threads(2, rank)), (whole, causal, whole), strict=True):
+            model.zero_grad()
+            compare([*found], outcome(model, model(**batch, use_cache=False).loss), torch.float64)
+    losses = [float(model(**batch, use_cache=False).loss) for batch in (whole, causal)]
+    assert abs(losses[0] - losses[1]) > 1e-3
