@@ -304,7 +304,7 @@ class ParallelTransformer(ParallelModel):
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
         arguments = dict(zip(parameters(type(self.model)), args)) | named
         call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._afterwards.loss_replaced)
-        kept = self._head
+        kept, count = self._head, None
         whole = arguments.pop("return_dict", None) is not False
         for name in (*UNREAD, "num_items_in_batch"):
             arguments.pop(name, None)
@@ -325,7 +325,7 @@ class ParallelTransformer(ParallelModel):
             raise
         finally:
             self._head = kept
-        if call.labels is not None and call.items is not None:
+        if count is not None and call.items is not None:
             if int(count) > int(call.items):  # on all ranks
                 raise too_few(call.items, int(count))
             self._items.note(call.items, int(count))
