@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from functools import partial, wraps
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
-from seqpar.data import Share, back
+from seqpar.data import Share
 from seqpar.data.batch import Reading, read
 from seqpar.data.host import moved
 from seqpar.data.prefetch import Epochs, Loader
@@ -36,11 +35,11 @@ from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import KEY, NUMERICS, Forward, enter, forward, implementation, occupied, planned
 from seqpar.integrations.hf.config import ASKED
-from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
-from seqpar.integrations.hf.fit import PER_TOKEN, fitting, plain, softcap_of, softcapped, text_of
+from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
-from seqpar.integrations.hf.heads import POOLER, AtHome, HeadCall, pad_of, pooled_of
+from seqpar.integrations.hf.heads import AtHome, HeadCall, pad_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
+from seqpar.integrations.hf.outputs import Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counts
@@ -72,9 +71,7 @@ from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
-from seqpar.train import cross_entropy, linear_cross_entropy
 from seqpar.train.loop import Loop
-from seqpar.train.sums import sum_under
 
 Planner = Callable[[Ints, int], Plan]
 
@@ -163,6 +160,7 @@ class ParallelTransformer(ParallelModel):
             raise
         self._afterwards = Afterwards(model, self._name, self.fit.calls)
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
+        self._outputs = Outputs(model, comm, self.fit, average_over, self.returned, self._afterwards)
         self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
@@ -318,7 +316,7 @@ class ParallelTransformer(ParallelModel):
                         "out what it was computed from, and compute the loss from what the model returns"
                     )
                 part, mean, count = call.loss(out.loss, out.logits, self.average_over)
-                out.loss = part if call.items is not None else _Reported.apply(part, mean)
+                out.loss = part if call.items is not None else reported(part, mean)
         except BaseException as error:
             if call.share is not None:  # after the base model; before, all ranks raise alike
                 self._fail(error)
@@ -519,40 +517,11 @@ class ParallelTransformer(ParallelModel):
         """The model's output for this rank's own batch, with the loss of all batches."""
         if self._head is not None:
             self._head.share = own
-        results = {field.name: getattr(out, field.name) for field in fields(out)}
-        served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if asked.routers else ()), *self.fit.pooled * (POOLER,)}
-        if other := [n for n, x in results.items() if x is not None and n not in served]:
-            raise NotImplementedError(
-                f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
-                "return to the batch"
-            )
-        even = None
-        if results.get(LOSS) is not None:
-            even = balance(results[LOGITS], self.model, own.plan, self.comm)
-            results[LOSS] = _Reported.apply(even.share * self.average_over, even.whole)
-        if asked.labels:
-            results["loss"] = self._loss(asked, own, results.get("logits"), hidden, even)
-        for name in PER_TOKEN:
-            if results.get(name) is not None:
-                results[name] = back(own, results[name][0]) if asked.logits else None
-        if results.get(POOLER) is not None:
-            results[POOLER] = pooled_of(module, results["last_hidden_state"])
-        if results.get("hidden_states") is not None:
-            if odd := [list(x.shape) for x in results["hidden_states"] if x.shape[:-1] != (1, len(own.positions))]:
-                raise NotImplementedError(
-                    f"{type(module).__name__} returns hidden_states of shape {odd[0]}, expected a row for each of "
-                    f"{len(own.positions)} tokens; leave output_hidden_states out"
-                )
-            results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
-        if results.get(LOGITS) is not None:
-            results[LOGITS] = self._router_logits(own, results[LOGITS]) if asked.logits else None
-        if self.fit.recurrent or unlisted(self.model):
-            _keep_with(results, own.plan)
+        results = self._outputs.home(module, asked, own, out, hidden)
         if asked.recomputed:
-            for x in _graphs(results):
+            for x in graphs(results):
                 x.register_hook(self._check_awake)
-        whole = type(out)(**results)
-        return whole if asked.return_dict else whole.to_tuple()
+        return results
 
     def _check_awake(self, grad: Tensor) -> None:
         """Raise RuntimeError in a backward whose checkpoints would compute layers again on this rank alone."""
@@ -562,43 +531,6 @@ class ParallelTransformer(ParallelModel):
                 "inside its local(): its layers would be computed again without the other ranks' rows; call backward "
                 "before undo() and outside local()"
             )
-
-    def _router_logits(self, own: Share, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Router logits for this rank's own batch [B * S, experts], of each layer, as models return them."""
-        home = (back(own, x.reshape(-1, x.shape[-1])) for x in rows)
-        return tuple(x.reshape(-1, x.shape[-1]) for x in home if isinstance(x, Tensor))
-
-    def _loss(
-        self, asked: Request, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
-    ) -> Tensor:
-        """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
-        scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
-        if asked.items is not None:  # whose giver also scales for wrappers
-            scale = {"valid": own.valid}
-            if self.fit.by_items:  # a mean over more than this batch
-                scale = {"valid": asked.items.reshape(()) if isinstance(asked.items, Tensor) else int(asked.items)}
-        labels = own.tensors["labels"]
-        if hidden is not None:
-            assert self.fit.head is not None
-            head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
-            if asked.tells and logits is not None:
-                with torch.no_grad():
-                    self._afterwards.check_logits(logits[0], softcapped(head(rows[:1]), self.fit.softcap))
-            part = linear_cross_entropy(
-                rows, head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
-            )  # fmt: skip
-        else:
-            assert logits is not None
-            part = cross_entropy(logits[0], labels, **scale)
-        if even is not None:
-            weight = weight_of(self.model) * (1 if asked.items is not None else self.average_over)
-            part = part + (weight * even.share).to(part)
-        if asked.items is not None:
-            return part
-        whole = sum_under(
-            part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
-        )
-        return _Reported.apply(part, whole / self.average_over)  # type: ignore[no-any-return]
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -615,31 +547,3 @@ def _has_hooks(module: nn.Module) -> bool:
 @uncompiled
 def _leave(around: ExitStack) -> None:
     around.close()
-
-
-def _keep_with(results: dict[str, Any], plan: Plan) -> None:
-    """Keep a plan as long as the graph of results: mixers look it up again if a checkpoint computes them again."""
-    for x in _graphs(results):
-        x.grad_fn.metadata["seqpar"] = plan  # type: ignore[union-attr]
-
-
-def _graphs(results: object) -> Iterator[Tensor]:
-    """The tensors of results that have a graph, of those inside other results too."""
-    if isinstance(results, Tensor):
-        if results.grad_fn is not None:
-            yield results
-    elif isinstance(results, (Mapping, tuple, list)):
-        for each in results.values() if isinstance(results, Mapping) else results:
-            yield from _graphs(each)
-
-
-class _Reported(torch.autograd.Function):
-    """The loss of all ranks, with the gradient of this rank's share of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, whole: Tensor) -> Tensor:
-        return whole.to(part.dtype).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

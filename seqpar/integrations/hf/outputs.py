@@ -1,0 +1,143 @@
+"""What a forward of a parallel transformers model returns: rows that go home, and the loss of all ranks' batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from seqpar.comm import Comm
+from seqpar.data import Share, back
+from seqpar.integrations.hf.afterwards import Afterwards
+from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
+from seqpar.integrations.hf.fit import PER_TOKEN, ModelFit, softcapped
+from seqpar.integrations.hf.heads import POOLER, pooled_of
+from seqpar.integrations.hf.request import Request
+from seqpar.integrations.hf.unlisted import unlisted
+from seqpar.plan import Plan
+from seqpar.train import cross_entropy, linear_cross_entropy
+from seqpar.train.sums import sum_under
+
+
+class Outputs(NamedTuple):
+    """The outputs of a parallel model.
+
+    returned: those that go home besides those with a row per token. afterwards: what the model was like when it was
+    tried.
+    """
+
+    model: PreTrainedModel
+    comm: Comm
+    fit: ModelFit
+    average_over: int
+    returned: tuple[str, ...]
+    afterwards: Afterwards
+
+    def home(self, module: PreTrainedModel, asked: Request, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
+        """The model's output for this rank's own batch, with the loss of all batches. A collective.
+
+        out: of this rank's rows. hidden: the base model's, where the loss is computed without logits.
+        """
+        results = {field.name: getattr(out, field.name) for field in fields(out)}
+        served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if asked.routers else ()), *self.fit.pooled * (POOLER,)}
+        if other := [n for n, x in results.items() if x is not None and n not in served]:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
+                "return to the batch"
+            )
+        even = None
+        if results.get(LOSS) is not None:
+            even = balance(results[LOGITS], self.model, own.plan, self.comm)
+            results[LOSS] = reported(even.share * self.average_over, even.whole)
+        if asked.labels:
+            results["loss"] = self._loss(asked, own, results.get("logits"), hidden, even)
+        for name in PER_TOKEN:
+            if results.get(name) is not None:
+                results[name] = back(own, results[name][0]) if asked.logits else None
+        if results.get(POOLER) is not None:
+            results[POOLER] = pooled_of(module, results["last_hidden_state"])
+        if results.get("hidden_states") is not None:
+            if odd := [list(x.shape) for x in results["hidden_states"] if x.shape[:-1] != (1, len(own.positions))]:
+                raise NotImplementedError(
+                    f"{type(module).__name__} returns hidden_states of shape {odd[0]}, expected a row for each of "
+                    f"{len(own.positions)} tokens; leave output_hidden_states out"
+                )
+            results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
+        if results.get(LOGITS) is not None:
+            results[LOGITS] = self._router_logits(own, results[LOGITS]) if asked.logits else None
+        if self.fit.recurrent or unlisted(self.model):
+            _keep_with(results, own.plan)
+        whole = type(out)(**results)
+        return whole if asked.return_dict else whole.to_tuple()
+
+    def _router_logits(self, own: Share, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Router logits for this rank's own batch [B * S, experts], of each layer, as models return them."""
+        home = (back(own, x.reshape(-1, x.shape[-1])) for x in rows)
+        return tuple(x.reshape(-1, x.shape[-1]) for x in home if isinstance(x, Tensor))
+
+    def _loss(
+        self, asked: Request, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
+    ) -> Tensor:
+        """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
+        scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
+        if asked.items is not None:  # whose giver also scales for wrappers
+            scale = {"valid": own.valid}
+            if self.fit.by_items:  # a mean over more than this batch
+                scale = {"valid": asked.items.reshape(()) if isinstance(asked.items, Tensor) else int(asked.items)}
+        labels = own.tensors["labels"]
+        if hidden is not None:
+            assert self.fit.head is not None
+            head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
+            if asked.tells and logits is not None:
+                with torch.no_grad():
+                    self.afterwards.check_logits(logits[0], softcapped(head(rows[:1]), self.fit.softcap))
+            part = linear_cross_entropy(
+                rows, head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
+            )  # fmt: skip
+        else:
+            assert logits is not None
+            part = cross_entropy(logits[0], labels, **scale)
+        if even is not None:
+            weight = weight_of(self.model) * (1 if asked.items is not None else self.average_over)
+            part = part + (weight * even.share).to(part)
+        if asked.items is not None:
+            return part
+        whole = sum_under(
+            part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
+        )
+        return reported(part, whole / self.average_over)
+
+
+def _keep_with(results: dict[str, Any], plan: Plan) -> None:
+    """Keep a plan as long as the graph of results: mixers look it up again if a checkpoint computes them again."""
+    for x in graphs(results):
+        x.grad_fn.metadata["seqpar"] = plan  # type: ignore[union-attr]
+
+
+def graphs(results: object) -> Iterator[Tensor]:
+    """The tensors of results that have a graph, of those inside other results too."""
+    if isinstance(results, Tensor):
+        if results.grad_fn is not None:
+            yield results
+    elif isinstance(results, (Mapping, tuple, list)):
+        for each in results.values() if isinstance(results, Mapping) else results:
+            yield from graphs(each)
+
+
+def reported(part: Tensor, whole: Tensor) -> Tensor:
+    """The loss of all ranks, with the gradient of this rank's share of it."""
+    return _Reported.apply(part, whole)  # type: ignore[no-any-return]
+
+
+class _Reported(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor) -> Tensor:
+        return whole.to(part.dtype).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
