@@ -165,7 +165,7 @@ def test_any_error_after_the_models_own_forward_is_told_to_all_ranks(
 ) -> None:
     loss = Outputs._loss
 
-    def failing(self: ParallelTransformer, *args: Any) -> Tensor:
+    def failing(self: Outputs, *args: Any) -> Tensor:
         if self.comm.rank:
             raise MemoryError("nothing left")
         return loss(self, *args)
