@@ -3,40 +3,69 @@
 the forward of its class, of its instance   refused: the new one would not run, or run on rows of its own
 its loss_function                           refused with labels
 the name of its attention                   refused
-modules with attention                      refused if a forward makes fewer collective calls than the trial did
+modules with attention, or around it        refused if a forward then calls it less often than the trial did
 numbers that its logits may depend on       a row of logits is compared with the head's where they are not made
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seqpar.nn.kinds import name_of
+
 DEEP = 8  # wrappers around a forward
+
+
+class Place(NamedTuple):
+    """A module on the way to attention, and what was there in the trial."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    forward: Any  # of the instance
+    written: Any  # of its class
+
+    def changed(self) -> bool:
+        """Whether another module, or one with another forward, is there now."""
+        now = self.parent._modules.get(self.name)
+        own = self.module.__dict__.get("forward")
+        return now is not self.module or own is not self.forward or type(now).forward is not self.written
 
 
 class Afterwards:
     """What a parallel model was like in its trial.
 
-    model: the whole model. attention: the name in its configs. calls: the collective calls of a forward in the trial.
+    model: the whole model. attention: the name in its configs. calls: of attention and recurrences, in a forward of the
+    trial.
     """
 
     def __init__(self, model: PreTrainedModel, attention: str, calls: int) -> None:
         self.model, self.attention, self.calls = model, attention, calls
-        self.loss_function = getattr(model, "loss_function", None)
+        self.loss_function = model.loss_function if hasattr(model, "loss_function") else None
         self._written: dict[nn.Module, Any] = {}  # the forwards of classes
         self._forward: Callable[..., Any] | None = None  # the model's parallel one
+        self._reaching: Any = None  # what stood in its place when it last ran
         self._numbers = numbers_of(model)
+        self._places: list[Place] = []
 
     def note_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """A module has a parallel forward from now on."""
         self._written[module] = type(module).forward
         if module is self.model:
             self._forward = forward
+
+    def note_places(self, callers: Collection[str]) -> None:
+        """All forwards are in place. callers: the classes of the modules that call attention and recurrences."""
+        self._places = places(self.model, callers)
+
+    def note_passed(self) -> None:
+        """The model's parallel forward runs: what stands in its place calls it."""
+        self._reaching = self.model.__dict__.get("forward")
 
     def check(self, module: nn.Module, *, passed: bool) -> None:
         """Raise NotImplementedError if a call of this module would not compute what the trial saw.
@@ -62,18 +91,19 @@ class Afterwards:
             )
 
     def check_calls(self, made: int) -> None:
-        """Raise NotImplementedError after a forward that made fewer collective calls than the trial."""
-        if made < self.calls:
+        """Raise NotImplementedError after a forward with fewer calls than the trial, if modules were replaced since."""
+        if made < self.calls and any(place.changed() for place in self._places):
             raise NotImplementedError(
                 f"{type(self.model).__name__} made {made} calls of seqpar's attention and recurrences in this forward, "
-                f"and {self.calls} when it was made parallel: layers that were replaced since see one rank's rows; "
-                "replace them before seqpar.parallelize"
+                f"and {self.calls} when it was made parallel: layers that were replaced since may see one rank's "
+                "rows; replace them before seqpar.parallelize"
             )
 
     @property
     def loss_replaced(self) -> bool:
-        """Whether the model has another loss_function."""
-        return self.model.loss_function is not self.loss_function
+        """Whether the model has another loss_function; one that each access creates is not compared."""
+        now, before = self.model.loss_function, self.loss_function
+        return now != before and self.model.loss_function == now
 
     @property
     def scaled(self) -> bool:
@@ -85,41 +115,72 @@ class Afterwards:
 
         Waits for the device.
         """
-        rough = any(torch.finfo(x.dtype).eps > 1e-6 for x in (own, expected))
-        bound = (1e-2 if rough else 1e-4) * float(expected.double().norm())
+        eps = max(torch.finfo(x.dtype).eps for x in (own, expected))
+        size = float(expected.double().norm())
+        bound = (1e-2 if eps > 1e-6 else 100 * eps) * size
         if not float((own.double() - expected.double()).norm()) <= bound:
-            changed = sorted(n for n, x in numbers_of(self.model).items() if self._numbers.get(n) != x)
+            changed = sorted({key[0] for key, x in numbers_of(self.model).items() if self._numbers.get(key) != x})
             raise NotImplementedError(
                 f"{type(self.model).__name__} makes other logits of its hidden states than when it was made parallel, "
                 f"since {', '.join(changed)} changed; change it before seqpar.parallelize"
             )
-        self._numbers = numbers_of(self.model)
+        if size:  # rows of zeros do not tell
+            self._numbers = numbers_of(self.model)
 
     def _reaches_forward(self) -> bool:
         """Whether the model's parallel forward is in place, perhaps inside wrappers."""
         own = self.model.__dict__
-        held = any(x is self._forward for x in own.values())
-        return held or _reaches(own.get("forward"), self._forward, DEEP)
+        now = own.get("forward")
+        held = any(x is self._forward for x in own.values()) or (now is not None and now is self._reaching)
+        return held or _reaches(now, self._forward, DEEP)
 
 
-def numbers_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Numbers and flags among the attributes of a model and of its configs, by name."""
-    found: dict[str, Any] = {}
+def numbers_of(model: PreTrainedModel) -> dict[tuple[str, int], Any]:
+    """Numbers and flags among the attributes of a model, of its base and of its configs, by name and owner."""
     text = model.config.get_text_config()
-    for owner in (model.config, model) if text is model.config else (text, model.config, model):
-        found |= {n: x for n, x in vars(owner).items() if isinstance(x, (int, float)) and n[0] != "_"}
-    found.pop("training", None)
+    configs = (model.config,) if text is model.config else (model.config, text)
+    modules = (model,) if model.base_model is model else (model, model.base_model)
+    found: dict[tuple[str, int], Any] = {}
+    for n, owner in enumerate((*configs, *modules)):
+        for name, x in vars(owner).items():
+            if isinstance(x, (int, float)) and name[0] != "_" and name != "training":
+                found[name, n] = x
+            elif isinstance(x, Tensor) and x.numel() == 1:
+                found[name, n] = id(x), x._version
+    for n, module in enumerate(modules):
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is not None and x.numel() == 1:
+                found[name, len(configs) + len(modules) + n] = id(x), x._version
     return found
 
 
+def places(model: PreTrainedModel, callers: Collection[str]) -> list[Place]:
+    """The modules of these classes in a model, and all modules around them."""
+    found: dict[str, Place] = {}
+    for path, module in model.named_modules():
+        if name_of(module) not in callers:
+            continue
+        words = path.split(".") if path else []
+        for n in range(1, len(words) + 1):
+            at = ".".join(words[:n])
+            parent, inner = model.get_submodule(".".join(words[: n - 1])), model.get_submodule(at)
+            found[at] = Place(parent, words[n - 1], inner, inner.__dict__.get("forward"), type(inner).forward)
+    return list(found.values())
+
+
 def _reaches(wrapper: Any, wrapped: object, depth: int) -> bool:
-    """Whether a callable holds another: as a method, a partial, a decorated function or in its closure."""
+    """Whether a callable holds another: as a method, a partial, a decorated function, a default or in its closure."""
     if wrapper is wrapped:
         return True
-    if depth == 0 or not callable(wrapper):
+    if depth == 0 or not callable(wrapper) or isinstance(wrapper, type):
         return False
-    held = [getattr(wrapper, name, None) for name in ("__wrapped__", "__func__", "func", "forward")]
+    held = [getattr(wrapper, name, None) for name in ("__wrapped__", "__func__", "func")]
     held += getattr(wrapper, "args", None) or ()
+    for name in ("keywords", "__kwdefaults__", "__dict__"):
+        held += (getattr(wrapper, name, None) or {}).values()
+    if not isinstance(owner := getattr(wrapper, "__self__", None), nn.Module):
+        held += getattr(owner, "__dict__", {}).values()
+    held += getattr(wrapper, "__defaults__", None) or ()
     for cell in getattr(wrapper, "__closure__", None) or ():
         try:
             held.append(cell.cell_contents)

@@ -86,9 +86,13 @@ def padding_of(mask: Any) -> Tensor | None:
 
 
 class _Thread(threading.local):
-    """What this thread is in. state: a forward pass of a parallel model; watching: a call that `asking` checks."""
+    """What this thread is in. state: a forward pass of a parallel model; watching: a call that `asking` checks.
+
+    callers: the modules that call attention, while that is asked.
+    """
 
     state: Forward | None = None
+    callers: set[nn.Module] | None = None
     watching = False
 
 
@@ -105,6 +109,16 @@ def forward(state: Forward | None) -> Iterator[None]:
         yield
     finally:
         _thread.state = before
+
+
+@contextmanager
+def called_by(modules: set[nn.Module]) -> Iterator[None]:
+    """A block that adds the modules that call attention in this thread."""
+    before, _thread.callers = _thread.callers, modules
+    try:
+        yield
+    finally:
+        _thread.callers = before
 
 
 def inside() -> bool:
@@ -232,6 +246,8 @@ def attention_function(
     """
     if not torch.compiler.is_compiling():
         calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
+        if _thread.callers is not None:
+            _thread.callers.add(module)
     if isinstance(attention_mask, Unmade):
         raise attention_mask
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:

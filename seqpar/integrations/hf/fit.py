@@ -27,7 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.integrations.hf.attention import Forward, Noted, forward, implementation, padding_of, planned
+from seqpar.integrations.hf.attention import Forward, Noted, called_by, forward, implementation, padding_of, planned
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, hiding, mixing_layers
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.heads import POOLER, AtHome, pad_of, pools, tried
@@ -44,8 +44,10 @@ from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.nn.asleep import awake
+from seqpar.nn.kinds import name_of
 from seqpar.nn.saved_state import eager, saved
 from seqpar.nn.wrap import replaced
+from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy
@@ -72,7 +74,8 @@ class ModelFit(NamedTuple):
     in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its loss by
     num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
     logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has a
-    pooler. calls: the collective calls of a forward. at_home: of a head that pools; the rest is then the base model's.
+    pooler. calls: of attention and recurrences in a forward; callers: the classes of the modules that make them.
+    at_home: of a head that pools; the rest is then the base model's.
     """
 
     rules: frozenset[Rule]
@@ -87,6 +90,7 @@ class ModelFit(NamedTuple):
     routers: str
     pooled: bool = False
     calls: int = 0
+    callers: frozenset[str] = frozenset()
     at_home: AtHome | None = None
 
     @property
@@ -277,6 +281,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         routers,
         pooled,
         probe.calls,
+        frozenset(map(name_of, (*probe.callers, *mixers(model), *(module for module, _ in unlisted(model))))),
     )
 
 
@@ -303,8 +308,8 @@ def _precise(model: nn.Module) -> Iterator[None]:
 class _Probe:
     """Runs of a model on its own.
 
-    rules: the masks that layers asked for. hidden: the base model's last output. calls: the fewest collective calls of
-    a run. rough: whether its products round more
+    rules: the masks that layers asked for. hidden: the base model's last output. calls: the fewest of attention and
+    recurrences in a run; callers: modules that called attention. rough: whether its products round more
     than fp32's, as those of quantised weights.
     """
 
@@ -313,6 +318,7 @@ class _Probe:
         self.state = Forward(self._note, padded=True)
         self.hidden: Tensor | None = None
         self.calls = sys.maxsize
+        self.callers: set[nn.Module] = set()
         self.rough = quantised(model)
 
     def __call__(
@@ -326,12 +332,12 @@ class _Probe:
         hook = None if base is self.model else base.register_forward_hook(self._keep)
         inner = {} if text is self.model else {"forward": partial(self._on_rows, text.forward)}
         state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
-        comm = LocalComm()
+        first = layer_calls.run
         try:
-            with parallel(plan, comm), replaced(text, inner), forward(state):
+            with parallel(plan, LocalComm()), replaced(text, inner), forward(state), called_by(self.callers):
                 given = plain(self.model) | hiding(self.model) | options
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
-            self.calls = min(self.calls, comm.next_call())
+            self.calls = min(self.calls, layer_calls.run - first)
             return out
         finally:
             if hook is not None:

@@ -39,7 +39,7 @@ from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall, pad_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
-from seqpar.integrations.hf.outputs import Outputs, graphs, reported
+from seqpar.integrations.hf.outputs import Outputs, graphs, reported, told_rows
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counts
@@ -68,6 +68,7 @@ from seqpar.ops.attention.ahead import derive
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.autocast import autocast_dtype
+from seqpar.ops.core.collective_op import layer_calls
 from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
@@ -173,6 +174,7 @@ class ParallelTransformer(ParallelModel):
         if in_place:
             self._undone.enter_context(occupied(self.text))
         self._install()
+        self._afterwards.note_places(self.fit.callers)
 
     def prefetch(
         self, batches: Iterable[Any], *, depth: int = 1, device: torch.device | str | None = None
@@ -258,7 +260,10 @@ class ParallelTransformer(ParallelModel):
             if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
             if whole and self.fit.at_home is not None:
+                self._afterwards.note_passed()
                 return self._at_home(self.fit.at_home, before, args, named)
+            if whole:
+                self._afterwards.note_passed()
             return self._forward(module, before, args, named)
 
         self._afterwards.note_forward(module, forward)
@@ -288,13 +293,13 @@ class ParallelTransformer(ParallelModel):
         """The output of a module's own forward for this rank's rows."""
         around = self._surround(own)
         running, self._running = self._running, True
-        first = self.comm.next_call()
+        first = layer_calls.run
         try:
             out = before(**rows)
         finally:
             _leave(around)
             self._running = running
-        self._afterwards.check_calls(self.comm.next_call() - first - 1)
+        self._afterwards.check_calls(layer_calls.run - first)
         return out
 
     @partial(torch.compiler.disable, recursive=False)
@@ -326,7 +331,8 @@ class ParallelTransformer(ParallelModel):
         if count is not None and call.items is not None:
             if int(count) > int(call.items):  # on all ranks
                 raise too_few(call.items, int(count))
-            self._items.note(call.items, int(count))
+            if self.model.training and torch.is_grad_enabled():
+                self._items.note(call.items, int(count))
         return out if whole else out.to_tuple()
 
     @uncompiled
@@ -472,7 +478,7 @@ class ParallelTransformer(ParallelModel):
         if routers:
             rows[ASKED] = True
         if chunked:
-            rows["logits_to_keep"] = own.positions.new_zeros(int(tells))
+            rows["logits_to_keep"] = told_rows(own.positions) if tells else own.positions.new_zeros(0)
         return request, own, rows
 
     def _gather(

@@ -1,13 +1,15 @@
 """Configs of a parallel model: copies, since other models may share the originals and keep their attention.
 
-original   whoever changes it afterwards means this model too ─► taken over at the next forward
-   │ undo: changes of the copy go back
-  copy     the model's config, which names seqpar's attention
+::
+
+    original   whoever changes it afterwards means this model too: taken over at the next forward
+    copy       the model's config, which names seqpar's attention; undo brings its changes to the original
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -28,14 +30,14 @@ class OwnConfigs:
 
     def __init__(self, model: PreTrainedModel, text: PreTrainedModel, name: str) -> None:
         copies: dict[int, Any] = {}
-        self._places: list[tuple[nn.Module, str, PreTrainedConfig]] = []
+        self._places: list[tuple[nn.Module, str, PreTrainedConfig, PreTrainedConfig]] = []
         for module in model.modules():
-            own = [(key, value) for key, value in module.__dict__.items() if isinstance(value, PreTrainedConfig)]
-            self._places += [(module, *each) for each in own]
-        for module, key, value in self._places:
-            module.__dict__[key] = copy.deepcopy(value, copies)
-        pairs = [(value, module.__dict__[key]) for module, key, value in self._places]
-        self._pairs = list({id(old): (old, new) for pair in pairs for old, new in nested(*pair)}.values())
+            for key, value in list(module.__dict__.items()):
+                if isinstance(value, PreTrainedConfig):
+                    own = module.__dict__[key] = copy.deepcopy(value, copies)
+                    self._places.append((module, key, value, own))
+        pairs = {id(old): (old, new) for _, _, *both in self._places for old, new in nested(*both)}
+        self._pairs = list(pairs.values())
         self._before = [_values(old) for old, _ in self._pairs]
         served = [x for part in text.modules() for x in part.__dict__.values() if isinstance(x, PreTrainedConfig)]
         for config in {id(x): x for x in (*served, model.config.get_text_config())}.values():
@@ -45,30 +47,48 @@ class OwnConfigs:
     def follow(self) -> None:
         """Take over what was changed in the originals since the last call."""
         for n, (old, new) in enumerate(self._pairs):
-            now, before = old.__dict__, self._before[n]
-            if now == before:
-                continue
-            self._before[n] = _values(old)
-            for key in now.keys() | before.keys():
-                value = now.get(key, _ABSENT)
-                if key == ATTENTION or isinstance(value, PreTrainedConfig) or value == before.get(key, _ABSENT):
-                    continue
-                if value is _ABSENT:
-                    new.__dict__.pop(key, None)
-                else:
-                    new.__dict__[key] = copy.deepcopy(value)
+            if not _same(old.__dict__, self._before[n]):
+                _take_over(new, old.__dict__, self._before[n])
+                self._before[n] = _values(old)
 
     def undo(self) -> None:
         """Put the originals back, with what was changed in the copies meanwhile."""
         self.follow()
-        for module, key, value in self._places:
-            module.__dict__[key] = value
+        for module, key, old, new in self._places:
+            if module.__dict__.get(key) is new:
+                module.__dict__[key] = old
         for old, new in self._pairs:
-            for key, value in new.__dict__.items():
-                if key != ATTENTION and not isinstance(value, PreTrainedConfig):
-                    old.__dict__[key] = value
+            _take_over(old, new.__dict__, old.__dict__)
+            new.__dict__[ATTENTION] = old.__dict__.get(ATTENTION)  # for whoever holds the copy
+
+
+def _take_over(config: PreTrainedConfig, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Change a config's entries from what they were before to what they are now; not those that are configs."""
+    for key in {*now, *before} - {ATTENTION}:
+        value = now.get(key, _ABSENT)
+        if isinstance(value, PreTrainedConfig) or _same(value, before.get(key, _ABSENT)):
+            continue
+        if value is _ABSENT:
+            config.__dict__.pop(key, None)
+        else:
+            config.__dict__[key] = _kept(value)
 
 
 def _values(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config's entries; copied are those that may be changed in place and compare by their values."""
-    return {key: copy.deepcopy(x) if isinstance(x, (dict, list)) else x for key, x in config.__dict__.items()}
+    """A config's entries, which later changes in place do not change."""
+    return {key: _kept(value) for key, value in config.__dict__.items()}
+
+
+def _kept(value: Any) -> Any:
+    """A value whose dicts and lists are copied; what they hold is compared by identity first."""
+    if type(value) is dict:
+        return {key: _kept(x) for key, x in value.items()}
+    return [_kept(x) for x in value] if type(value) is list else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether values are equal; those that do not compare, such as arrays, are not."""
+    try:
+        return bool(a == b)
+    except Exception:
+        return False

@@ -45,8 +45,8 @@ UNSEEN = ("seq_idx",)
 class Request(NamedTuple):
     """What a forward pass is asked for.
 
-    items: num_items_in_batch. chunked: the loss without logits. tells: whether the model makes one row of logits
-    nevertheless, to be compared with the head's. routers: output_router_logits. recomputed: whether layers are
+    items: num_items_in_batch. chunked: the loss without logits. tells: whether the model makes some rows of
+    logits nevertheless, to be compared with the head's. routers: output_router_logits. recomputed: whether layers are
     activation checkpoints.
     """
 

@@ -14,6 +14,7 @@ are from the same call. Neither kind has a forward-mode derivative.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,15 @@ UNMOVED = frozenset(
 LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 # A replay of a CUDA graph reads no handle: it would compute the captured call's plan for every batch.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+
+
+class LayerCalls(threading.local):
+    """How many calls of attention and recurrences this thread has run, those of compiled graphs included."""
+
+    run = 0
+
+
+layer_calls = LayerCalls()
 
 
 @dataclass(eq=False)
@@ -104,6 +114,7 @@ class CollectiveOp:
         reads_results: bool = False,
         checks: bool = True,
     ) -> None:
+        run = run if back is None else _counted(run)
         self.name, self.run, self.adjoint, self.back, self.checks = name, run, adjoint, back, checks
         self.reads_results = reads_results
         self._recorded, self._unrecorded = uncompiled(_Eager.apply), uncompiled(run)
@@ -196,6 +207,16 @@ class CollectiveOp:
             return (results, ticket) if self._tensors is None else (*results, ticket)
         with torch._C._AutoDispatchBelowAutograd(), _never_repeated():
             return getattr(torch.ops.seqpar, self.name)(*arguments)
+
+
+def _counted(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The run of a layer's op, which counts its calls."""
+
+    def counted(*arguments: Any) -> Any:
+        layer_calls.run += 1
+        return run(*arguments)
+
+    return counted
 
 
 def unneeded(tensors: Tensors) -> Tensor:

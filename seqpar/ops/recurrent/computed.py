@@ -109,7 +109,7 @@ def computed(
             states = relaid.final_home(states, comm, tag) if return_state else states
     states = states if return_state else states[:0]
     # `data`: a result that views another may not be changed in place
-    return [x[..., 0].data if call.channels else x for x in (out, states)], [*saved, *kept], call
+    return [(x[..., 0] if call.channels else x).data for x in (out, states)], [*saved, *kept], call
 
 
 def differentiated(

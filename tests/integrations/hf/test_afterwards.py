@@ -18,6 +18,7 @@ import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.comm import PeerError
 from seqpar.testing import run_threads
+from seqpar.train import token_mean
 from tests.integrations.hf import hybrids
 from tests.integrations.hf.models import SIZES, batches, build, one_process, packed
 
@@ -112,6 +113,13 @@ class _Caller:
         return self.forward(*args, **named)
 
 
+def _with_default(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, _forward: Callable[..., Any] = forward, **named: Any) -> Any:
+        return _forward(*args, **named)
+
+    return called
+
+
 WRAPPED: dict[str, Callable[[Any], object]] = {
     "decorated": _decorated,
     "held by the model": _held_by_the_model,
@@ -121,6 +129,11 @@ WRAPPED: dict[str, Callable[[Any], object]] = {
     ),
     "a callable": lambda model: setattr(model, "forward", _Caller(model.forward)),
     "compiled": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+    "a default": lambda model: setattr(model, "forward", _with_default(model.forward)),
+    "a partial's keyword": lambda model: setattr(
+        model, "forward", partial(lambda before, **named: before(**named), before=model.forward)
+    ),
+    "a method of another": lambda model: setattr(model, "forward", _Caller(model.forward).__call__),
 }
 
 
@@ -179,6 +192,31 @@ def test_a_mixer_of_ones_own_put_in_later_is_refused() -> None:
     refused(model, change, "made 2 calls of seqpar's attention and rec.* and 4 when", [batch] * 2, source="replicated")
 
 
+def test_fewer_layers_by_the_config_are_not_refused() -> None:
+    whole = build("llama")
+    whole.config.num_hidden_layers = 1
+    expected = float(one_process(whole, EVERY, causal=True).loss)
+    found = loss_after(build("llama"), lambda model: setattr(model.config, "num_hidden_layers", 1))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_other_collectives_of_a_forward_are_not_taken_for_attention() -> None:
+    """As those of a hook that logs a mean over all tokens."""
+
+    def rank(comm: Comm) -> None:
+        own = build("llama")
+        with seqpar.parallelize(own, comm):
+            means: list[Tensor] = []
+            own.model.layers[0].register_forward_hook(
+                lambda _, args, out: means.append(token_mean(args[0][0].detach(), comm))
+            )
+            _another_module(own)
+            with pytest.raises((NotImplementedError, PeerError), match="made 1 calls of seqpar's attention"):
+                own(**EVERY[comm.rank])
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("how", ["compiled", "checkpointed", "both"])
 def test_layers_that_are_compiled_or_computed_again_make_their_calls(how: str) -> None:
     model = build("llama")
@@ -224,6 +262,37 @@ def test_a_config_that_the_model_was_made_from_still_speaks_for_it(name: str, ch
         assert first == pytest.approx(plain, rel=1e-5) and second == pytest.approx(expected, rel=1e-5)
 
 
+def test_configs_that_hold_arrays_and_copies_that_outlive_undo() -> None:
+    model = build("llama")
+    config = model.config
+    config.tables, config.gone = {"a": torch.ones(2), "b": [torch.zeros(3)]}, 1
+    handle = seqpar.parallelize(model, LocalComm())
+    loss = float(model(**EVERY[0]).loss.detach())
+    config.tables["a"] = torch.full((2,), 5.0)
+    assert float(model(**EVERY[0]).loss.detach()) == loss and float(model.config.tables["a"][0]) == 5
+    own, other = model.config, copy.deepcopy(config)
+    del own.gone
+    handle.undo()
+    assert not hasattr(config, "gone") and own._attn_implementation == config._attn_implementation == "eager"
+    type(model)(own)(**EVERY[0])
+    with seqpar.parallelize(model, LocalComm()):
+        model.config = other
+    assert model.config is other
+
+
+def test_a_loss_function_that_is_a_method_is_not_taken_for_another() -> None:
+    class Own(transformers.LlamaForSequenceClassification):
+        def loss_function(self, labels: Tensor, pooled_logits: Tensor, **_: Any) -> Tensor:
+            return F.cross_entropy(pooled_logits, labels)
+
+    model = Own(transformers.LlamaConfig(**SIZES, num_labels=3))
+    batch = {"input_ids": EVERY[0]["input_ids"], "attention_mask": EVERY[0]["attention_mask"]}
+    expected = float(model(**batch, labels=torch.tensor([0, 1, 2])).loss.detach())
+    with seqpar.parallelize(model, LocalComm()):
+        found = float(model(**batch, labels=torch.tensor([0, 1, 2])).loss.detach())
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_copy_keeps_what_was_changed_in_it_and_takes_what_was_taken_away() -> None:
     model = build("llama")
     config = model.config
@@ -263,6 +332,33 @@ def test_another_scale_of_logits_is_refused_where_they_are_not_made(name: str) -
     refused(make(), change, f"makes other logits .*{said} changed")
 
 
+def test_a_first_row_of_zeros_does_not_tell() -> None:
+    """That of a padding token, whose embedding is 0: causal layers without biases keep it."""
+    model, every = of("Granite", logits_scaling=1.0), [{name: x.clone() for name, x in EVERY[0].items()}] * 2
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    every[0]["input_ids"][:, 0] = 0
+    refused(model, SCALED["granite"][1], "makes other logits .*logits_scaling changed", every)
+
+
+def _by_a_tensor(model: Any) -> None:
+    model.logit_scale = torch.tensor(0.99)
+
+
+def _of_the_base(model: Any) -> None:
+    model.model.lm_head_multiplier = 2.0
+
+
+def test_scales_of_other_owners_are_seen() -> None:
+    refused(of("Cohere", logit_scale=1.0), _by_a_tensor, "makes other logits .*logit_scale changed")
+
+    batch = packed(torch.Generator().manual_seed(0), [13, 21, 6])
+    refused(
+        hybrids.build("falcon_h1", lm_head_multiplier=1.0), _of_the_base, "makes other logits .*lm_head_multiplier",
+        [batch] * 2, source="replicated",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_another_scale_of_logits_is_in_a_loss_of_logits(name: str) -> None:
     make, change, _ = SCALED[name]
@@ -287,7 +383,7 @@ def test_numbers_that_have_no_part_in_logits_may_change_and_logits_are_still_not
 
     with seqpar.parallelize(model, LocalComm()):
         monkeypatch.setattr(nn.Linear, "forward", linear)
-        for seen in ([0], [1, 1], [0]):
+        for seen in ([0], [3, 3], [0]):
             rows.clear()
             assert float(model(**batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
             assert rows == seen
