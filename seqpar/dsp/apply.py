@@ -284,9 +284,11 @@ class Parallelized(ParallelModel):
             end: Sequence[Sharding] = (None,) if self.spec.exit is None else self.spec.exit.rest
             # the rows that a cache keeps are those of the same plan with gradients and without
             training = state.training and not state.cached
-            plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=training)
-            afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last output is the end
             with agreement("planning of stages", self.comm) as call:
+                plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=training)
+                if not isinstance(plan, StagePlan):
+                    raise TypeError(f"dsp: plan= gave {plan!r:.200}, expected a StagePlan of the stages that it got")
+                afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last output is the end
                 for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
                     if stage.name in state.cached and (choice.parts != 1 or choice.mode in ("ulysses", "ring")):
                         raise NotImplementedError(

@@ -53,15 +53,21 @@ class Around:
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], around: Callable[..., Any],
-        handle: ParallelModel | None = None,
+        handle: ParallelModel | None = None, method: str = "forward",
     ) -> None:  # fmt: skip
         self.module, self.forward, self.around, self.handle = module, forward, around, handle
+        self.method, self.written = method, getattr(type(module), method, None)
         update_wrapper(self, forward, updated=())  # for code that inspects the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         if self.handle is not None and self.handle.asleep:
             return self.forward(*args, **kwargs)
+        if getattr(type(self.module), self.method, None) is not self.written:
+            raise NotImplementedError(
+                f"{type(self.module).__name__}, whose class has another {self.method} than when it was made parallel: "
+                "it would not run; call undo() of the handle and make the model parallel again"
+            )
         return self.around(self.module, self.forward, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +80,7 @@ class Around:
     def __deepcopy__(self, memo: dict[int, Any]) -> Around:
         copied = self.handle is None or id(self.handle.model) in memo
         module, forward = copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo)
-        return Around(module, forward, self.around, None if copied else self.handle)
+        return Around(module, forward, self.around, None if copied else self.handle, self.method)
 
     def __reduce__(self) -> Any:
         """Raise: a pickled `Around` would be useless."""
@@ -94,7 +100,7 @@ class ParallelModel:
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
         """Replace the forward of a module of the model, or another method: see `Around`."""
-        around = Around(module, getattr(module, method), around, self)
+        around = Around(module, getattr(module, method), around, self, method)
         self._undone.enter_context(replaced(module, {method: around, SURROUNDED: True}))
 
     def on_undo(self, do: Callable[[], object]) -> None:

@@ -380,3 +380,22 @@ def test_the_loss_is_computed_alike() -> None:
         return torch.allclose(model.x_embedder.weight.grad, plain.x_embedder.weight.grad, atol=1e-10)
 
     assert run_threads(2, rank) == [True, True]
+
+
+def test_a_class_gets_another_forward_before_its_model_is_made_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kind = copy.deepcopy(MODEL), type(MODEL)
+    former = kind.forward
+    handle = parallelize(model, LocalComm())
+
+    def halved(self: nn.Module, hidden_states: Tensor, **named: Any) -> Any:
+        return former(self, hidden_states / 2, **named)
+
+    monkeypatch.setattr(kind, "forward", halved)
+    with advised(NotImplementedError, "call undo() of the handle and make the model parallel again"):
+        model(**INPUTS)
+    handle.undo()
+    with torch.no_grad():
+        expected = model(**INPUTS).sample
+        with parallelize(model, LocalComm()):
+            assert torch.allclose(model(**INPUTS).sample, expected, atol=1e-10)
+    assert not torch.allclose(expected, OUT)

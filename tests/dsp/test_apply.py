@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -356,3 +357,22 @@ def test_specs_that_are_none() -> None:
     check(lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"lacks \['d'\]")
     check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads exactly if it has attention")
     check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads exactly if it has attention")
+
+
+@pytest.mark.parametrize("kind", ["none", "an error on one rank"])
+def test_a_plan_function_that_fails_is_told_to_all_ranks(kind: str) -> None:
+    def rank(comm: Comm) -> None:
+        def plan(*args: Any, **named: Any) -> Any:
+            if kind == "none":
+                return None
+            if comm.rank:
+                raise KeyError("no plan")
+            return SHARDED(*args, **named)
+
+        model = made(Weather)
+        parallelize(model, comm, WEATHER, plan=plan)
+        message = "plan= gave None, expected a StagePlan" if kind == "none" else "no plan"
+        with pytest.raises((TypeError, KeyError, ValueError), match=message):
+            model(**GRID)
+
+    run_threads(2, rank, timeout=20.0)

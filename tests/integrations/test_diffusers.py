@@ -175,6 +175,51 @@ def test_a_plan_that_is_not_told_where_keys_are_is_refused_where_video_attends_t
     parallelize(model, LocalComm(), plan=plan_for_both).model(**inputs)
 
 
+def _fails_on_one(comm: Comm) -> Callable[..., Plan]:
+    def plan(mask: Mask, layout: Layout) -> Plan:
+        if comm.rank:
+            raise KeyError("no plan")
+        return Plan(mask, layout)
+
+    return plan
+
+
+WRONG_PLANS: dict[str, tuple[Callable[[Comm], Any], type[Exception] | tuple[type[Exception], ...], str]] = {
+    "another mask": (
+        lambda _: lambda mask, layout: Plan(Mask(mask.lengths), layout), ValueError, "expected the mask that it got"),
+    "another layout": (
+        lambda comm: lambda mask, _: Plan(mask, Layout.striped(mask.tokens, comm.size)), ValueError, "another layout"),
+    "none": (lambda _: lambda mask, layout: None, TypeError, "plan= gave None, expected a Plan of the mask"),
+    "an error on one rank": (_fails_on_one, (KeyError, ValueError), "no plan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_PLANS)
+def test_a_plan_of_something_else_is_refused_on_every_rank(name: str) -> None:
+    model, inputs = made("flux", samples=1)
+    make, kind, message = WRONG_PLANS[name]
+
+    def rank(comm: Comm) -> None:
+        with parallelize(copy.deepcopy(model), comm, plan=make(comm)) as handle, pytest.raises(kind, match=message):
+            handle.model(**inputs)
+
+    run_threads(2, rank, timeout=20.0)
+
+
+@pytest.mark.parametrize("where", ["model", "attention", "exit"])
+def test_another_forward_of_a_class_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not run: the one that the model had is inside the parallel one."""
+    model, inputs = made("flux", samples=1)
+    with parallelize(model, LocalComm()):
+        part = {"model": model, "attention": model.transformer_blocks[0].attn, "exit": model.proj_out}[where]
+        kind = type(part)
+        former = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **named: former(self, *args, **named))
+        with pytest.raises(NotImplementedError, match=f"{kind.__name__}, whose class has another forward than when"):
+            model(**inputs)
+    model(**inputs)
+
+
 def strided(x: Any) -> Any:
     """The same tensor, of which no two elements are neighbours; one of one element as an expanded scalar."""
     if not isinstance(x, Tensor):

@@ -36,7 +36,7 @@ from seqpar.nn.fingerprint import COMPARED, fingerprint, leaves, weights_of
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import gathering
+from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.plan import Plan
 
 
@@ -126,8 +126,9 @@ def _compared(
         sizes = recipe.sizes(model, arguments, valid)
         if recipe.mask and not recipe.masks:
             arguments.pop(recipe.mask, None)
-    for queries, keys in ((recipe.joint, recipe.joint), *recipe.attends.values()):
-        sharing.plan(sizes, queries, keys)  # here no compiler looks on
+    with errors_on_all_ranks("diffusers: plan=", sharing.comm):
+        for queries, keys in ((recipe.joint, recipe.joint), *recipe.attends.values()):
+            sharing.plan(sizes, queries, keys)  # here no compiler looks on
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
     sharing.forwards[model] = count + 1
