@@ -145,11 +145,11 @@ def numbers_of(model: PreTrainedModel) -> dict[tuple[str, int], Any]:
         for name, x in vars(owner).items():
             if isinstance(x, (int, float)) and name[0] != "_" and name != "training":
                 found[name, n] = x
-            elif isinstance(x, Tensor) and x.numel() == 1:
+            elif isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point():
                 found[name, n] = id(x), x._version
     for n, module in enumerate(modules):
         for name, x in (*module._parameters.items(), *module._buffers.items()):
-            if x is not None and x.numel() == 1:
+            if x is not None and x.numel() == 1 and x.is_floating_point():
                 found[name, len(configs) + len(modules) + n] = id(x), x._version
     return found
 

@@ -39,7 +39,7 @@ from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall, pad_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
-from seqpar.integrations.hf.outputs import Outputs, graphs, reported, told_rows
+from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counts
@@ -478,7 +478,7 @@ class ParallelTransformer(ParallelModel):
         if routers:
             rows[ASKED] = True
         if chunked:
-            rows["logits_to_keep"] = told_rows(own.positions) if tells else own.positions.new_zeros(0)
+            rows["logits_to_keep"] = TOLD if tells else own.positions.new_zeros(0)
         return request, own, rows
 
     def _gather(

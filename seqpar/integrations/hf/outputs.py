@@ -22,6 +22,8 @@ from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy
 from seqpar.train.sums import sum_under
 
+TOLD = 3  # last rows, whose logits tell if the head alone makes them; those of a padding token may be 0
+
 
 class Outputs(NamedTuple):
     """The outputs of a parallel model.
@@ -94,7 +96,8 @@ class Outputs(NamedTuple):
             head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
             if asked.tells and logits is not None:
                 with torch.no_grad():
-                    self.afterwards.check_logits(logits[0], softcapped(head(rows[told_rows(rows)]), self.fit.softcap))
+                    last = rows[len(rows) - logits.shape[1] :]
+                    self.afterwards.check_logits(logits[0], softcapped(head(last), self.fit.softcap))
             part = linear_cross_entropy(
                 rows, head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
             )  # fmt: skip
@@ -110,12 +113,6 @@ class Outputs(NamedTuple):
             part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
         )
         return reported(part, whole / self.average_over)
-
-
-def told_rows(rows: Tensor) -> Tensor:
-    """The numbers of some rows, whose logits tell if the head alone makes them; those of a padding token may be 0."""
-    count = len(rows)
-    return torch.tensor([0, count // 2, count - 1][: 3 if count else 0], device=rows.device)
 
 
 def _keep_with(results: dict[str, Any], plan: Plan) -> None:

@@ -39,6 +39,7 @@ from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, blocks_of, rule_of, stretches, united
 from seqpar.integrations.hf.model import ParallelTransformer
+from seqpar.integrations.hf.outputs import TOLD
 from seqpar.integrations.hf.request import DOCUMENTS, LABELS, OF_LOSS, ROWS, arguments_of
 from seqpar.plan import Plan
 
@@ -174,7 +175,8 @@ class ParallelVision(ParallelTransformer):
         _, chunked = self._output(any(name in asked for name in LABELS))
         own |= {"return_dict": True} | caching(self.model) | ({ASKED: False} if asking else {})
         if chunked:
-            own["logits_to_keep"] = torch.zeros(0, dtype=torch.int64, device=self.model.device)
+            none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
+            own["logits_to_keep"] = TOLD if self._afterwards.scaled else none
         return Bringing(module, asked, blank), own, chunked
 
     @partial(torch.compiler.disable, recursive=False)
