@@ -1,17 +1,21 @@
-"""Hooks that diffusers puts on modules: those that move or cast weights may stay, others see a share of the rows.
+"""Hooks and code of others in a model: what moves or casts weights may stay, anything else sees a share of the rows.
 
 A blur over queries mixes a rank's rows alone, dropout draws numbers for them, and a cache that decides by the rows
-decides otherwise than for all of them.
+decides otherwise than for all of them. Code of a user may look at rows or not: nothing tells, so there is a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
 from seqpar.nn.kinds import name_of
+from seqpar.nn.wrap import Around
 
 Named = Sequence[tuple[str, nn.Module]]  # a model and all modules in it, by name: one walk serves several checks
 HARMLESS = (
@@ -52,3 +56,63 @@ def _hooks_of(named: Named) -> Iterator[tuple[str, str, object]]:
     for path, module in named:
         for key, hook in getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}).items():
             yield path, key, hook
+
+
+LIBRARIES = (
+    "builtins",
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "torchao",
+    "bitsandbytes",
+    "seqpar",
+)
+_told: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_own_code(named: Named) -> None:
+    """Warn once for a model whose inner modules run code that is of none of the known libraries."""
+    model = named[0][1]
+    if model in _told:
+        return
+    for path, module in named[1:]:
+        if what := _own_code(module):
+            _told.add(model)
+            warnings.warn(
+                f"{path} of a parallel {name_of(model)} has {what}, which sees a rank's tokens alone, and nothing "
+                "tries whether it mixes, counts or numbers them",
+                stacklevel=2,
+            )
+            return
+
+
+def _own_code(module: nn.Module) -> str:
+    """What a user has put on a module, or ""."""
+    if not _is_known(type(module)):
+        return f"the class {type(module).__qualname__} of your own"
+    if not _is_known(type(getattr(module, "processor", None))):
+        return "a processor of your own"
+    forward = module.__dict__.get("forward")
+    if forward is not None and not isinstance(forward, Around) and not _is_known(_inner(forward)):
+        return "a forward of your own"
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not _is_known(_inner(hook)):
+            return "a hook of your own"
+    return ""
+
+
+def _inner(function: Any) -> Any:
+    """The function in a partial; an object that is called by its class."""
+    function = getattr(function, "func", function)
+    return function if hasattr(function, "__qualname__") or hasattr(function, "__func__") else type(function)
+
+
+@cache
+def _is_known_module(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES
+
+
+def _is_known(code: Any) -> bool:
+    return _is_known_module(getattr(code, "__module__", None) or "")

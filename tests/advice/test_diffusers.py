@@ -245,6 +245,7 @@ def test_dropout_is_off() -> None:
     assert right_after(mistake)
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 def test_random_numbers_are_drawn_outside() -> None:
     """As a callback or an adapter may, which is no module of dropout."""
 
@@ -271,6 +272,7 @@ def test_attention_is_that_of_pytorch(way: str) -> None:
         assert right_after(mistake)
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 def test_processors_are_those_of_diffusers() -> None:
     other = type("FluxAttnProcessor", (), {"__call__": lambda self, attn, x, *_, **__: (x, x)})
 
@@ -287,6 +289,7 @@ def test_processors_are_those_of_diffusers() -> None:
     assert run_threads(2, rank) == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 def test_attention_is_given_no_mask() -> None:
     def masked(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         return args, given | {"attention_mask": torch.ones(1, 1, 20, 20).bool()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.tokens import Streams, TokenCounts
 from seqpar.integrations.diffusers.wrappers import attending, attending_whole, gathering_rows
-from seqpar.nn.foreign_hooks import Named, check_hooks
+from seqpar.nn.foreign_hooks import Named, check_hooks, warn_of_own_code
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import SURROUNDED
@@ -124,6 +124,7 @@ class ModelRecipe:
                     "set_attention_backend('native')"
                 )
         check_alone(named)
+        warn_of_own_code(named)
         if drops := active_dropout(named):
             raise NotImplementedError(
                 f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"

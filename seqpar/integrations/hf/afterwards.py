@@ -21,7 +21,7 @@ from seqpar.nn.kinds import name_of
 DEEP = 8  # wrappers around a forward
 
 
-class Place(NamedTuple):
+class Waypoint(NamedTuple):
     """A module on the way to attention, and what was there in the trial."""
 
     parent: nn.Module
@@ -51,7 +51,7 @@ class Afterwards:
         self._forward: Callable[..., Any] | None = None  # the model's parallel one
         self._reaching: Any = None  # what stood in its place when it last ran
         self._numbers = numbers_of(model)
-        self._places: list[Place] = []
+        self._waypoints: list[Waypoint] = []
 
     def note_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """A module has a parallel forward from now on."""
@@ -59,9 +59,9 @@ class Afterwards:
         if module is self.model:
             self._forward = forward
 
-    def note_places(self, callers: Collection[str]) -> None:
+    def note_waypoints(self, callers: Collection[str]) -> None:
         """All forwards are in place. callers: the classes of the modules that call attention and recurrences."""
-        self._places = places(self.model, callers)
+        self._waypoints = waypoints(self.model, callers)
 
     def note_passed(self) -> None:
         """The model's parallel forward runs: what stands in its place calls it."""
@@ -92,7 +92,7 @@ class Afterwards:
 
     def check_calls(self, made: int) -> None:
         """Raise NotImplementedError after a forward with fewer calls than the trial, if modules were replaced since."""
-        if made < self.calls and any(place.changed() for place in self._places):
+        if made < self.calls and any(place.changed() for place in self._waypoints):
             raise NotImplementedError(
                 f"{type(self.model).__name__} made {made} calls of seqpar's attention and recurrences in this forward, "
                 f"and {self.calls} when it was made parallel: layers that were replaced since may see one rank's "
@@ -154,9 +154,9 @@ def numbers_of(model: PreTrainedModel) -> dict[tuple[str, int], Any]:
     return found
 
 
-def places(model: PreTrainedModel, callers: Collection[str]) -> list[Place]:
+def waypoints(model: PreTrainedModel, callers: Collection[str]) -> list[Waypoint]:
     """The modules of these classes in a model, and all modules around them."""
-    found: dict[str, Place] = {}
+    found: dict[str, Waypoint] = {}
     for path, module in model.named_modules():
         if name_of(module) not in callers:
             continue
@@ -164,7 +164,7 @@ def places(model: PreTrainedModel, callers: Collection[str]) -> list[Place]:
         for n in range(1, len(words) + 1):
             at = ".".join(words[:n])
             parent, inner = model.get_submodule(".".join(words[: n - 1])), model.get_submodule(at)
-            found[at] = Place(parent, words[n - 1], inner, inner.__dict__.get("forward"), type(inner).forward)
+            found[at] = Waypoint(parent, words[n - 1], inner, inner.__dict__.get("forward"), type(inner).forward)
     return list(found.values())
 
 

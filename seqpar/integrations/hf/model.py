@@ -174,7 +174,7 @@ class ParallelTransformer(ParallelModel):
         if in_place:
             self._undone.enter_context(occupied(self.text))
         self._install()
-        self._afterwards.note_places(self.fit.callers)
+        self._afterwards.note_waypoints(self.fit.callers)
 
     def prefetch(
         self, batches: Iterable[Any], *, depth: int = 1, device: torch.device | str | None = None
