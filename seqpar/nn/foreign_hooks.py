@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -58,7 +57,7 @@ def _hooks_of(named: Named) -> Iterator[tuple[str, str, object]]:
             yield path, key, hook
 
 
-LIBRARIES = (
+LIBRARIES = {
     "builtins",
     "torch",
     "diffusers",
@@ -68,7 +67,7 @@ LIBRARIES = (
     "torchao",
     "bitsandbytes",
     "seqpar",
-)
+}
 _told: WeakSet[nn.Module] = WeakSet()
 
 
@@ -109,10 +108,5 @@ def _inner(function: Any) -> Any:
     return function if hasattr(function, "__qualname__") or hasattr(function, "__func__") else type(function)
 
 
-@cache
-def _is_known_module(name: str) -> bool:
-    return name.partition(".")[0] in LIBRARIES
-
-
 def _is_known(code: Any) -> bool:
-    return _is_known_module(getattr(code, "__module__", None) or "")
+    return (getattr(code, "__module__", None) or "").partition(".")[0] in LIBRARIES

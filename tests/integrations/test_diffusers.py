@@ -207,6 +207,21 @@ def test_a_plan_of_something_else_is_refused_on_every_rank(name: str) -> None:
     run_threads(2, rank, timeout=20.0)
 
 
+def test_a_plan_of_other_places_of_keys_is_refused() -> None:
+    model, inputs = made("ltx2")
+
+    def rank(comm: Comm) -> None:
+        def plan(mask: Mask, layout: Layout, kv_layout: Layout | None = None) -> Plan:
+            other = None if kv_layout is None else Layout.striped(kv_layout.total, comm.size)
+            return Plan(mask, layout, kv_layout=other)
+
+        handle = parallelize(copy.deepcopy(model), comm, plan=plan)
+        with pytest.raises(ValueError, match="of another layout"):
+            handle.model(**inputs)
+
+    run_threads(2, rank, timeout=20.0)
+
+
 @pytest.mark.parametrize("where", ["model", "attention", "exit"])
 def test_another_forward_of_a_class_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not run: the one that the model had is inside the parallel one."""

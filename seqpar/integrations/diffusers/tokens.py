@@ -85,37 +85,26 @@ class Sharing:
         return torch.tensor(flags * sizes.samples, device="cpu")
 
     def _made(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
-        """The plan of the user's function, for the mask and layout that it was given.
-
-        Raises: TypeError or ValueError for anything else.
-        """
-        asked: list[Any] = []
-
-        def make(mask: Mask, layout: Layout, **kv: Layout) -> Plan:
-            asked.extend((mask, layout))
-            return self.make(mask, layout, **kv)
-
-        plan = self._of(make, sizes, queries, keys)
-        mask, layout = asked
+        """The plan of the user's function. Raises: TypeError or ValueError for one of another mask or layout."""
+        lengths, key_lengths = ([sum(sizes.of(streams))] * sizes.samples for streams in (queries, keys))
+        layout, seen, kv = self._layout(sizes, queries), _seen(sizes, queries), dict[str, Layout]()
+        if queries != keys:
+            mask = Mask(lengths, causal=False, kv_lengths=key_lengths)
+            kv["kv_layout"] = self._layout(sizes, keys)
+        elif seen.all():
+            mask = Mask(lengths, causal=False)
+        else:
+            start = lengths[0] * np.arange(sizes.samples)
+            lo, hi = (np.repeat(x, lengths[0]) for x in (start, start + seen.sum(1)))
+            mask = Mask.from_bounds(lo, hi, lengths=lengths)
+        plan = self.make(mask, layout, **kv)
         if not isinstance(plan, Plan):
             raise TypeError(f"diffusers: plan= gave {plan!r:.200}, expected a Plan of the mask and layout that it got")
         if plan.mask != mask:
             raise ValueError(f"diffusers: plan= gave a plan of {plan.mask}, expected the mask that it got, {mask}")
-        if plan.layout != layout:
+        if (plan.layout, plan.kv_layout) != (layout, kv.get("kv_layout", layout)):
             raise ValueError("diffusers: plan= gave a plan of another layout, expected the one that it got")
         return plan
-
-    def _of(self, make: Callable[..., Plan], sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
-        lengths, key_lengths = ([sum(sizes.of(streams))] * sizes.samples for streams in (queries, keys))
-        layout, seen = self._layout(sizes, queries), _seen(sizes, queries)
-        if queries != keys:
-            mask = Mask(lengths, causal=False, kv_lengths=key_lengths)
-            return make(mask, layout, kv_layout=self._layout(sizes, keys))
-        if seen.all():
-            return make(Mask(lengths, causal=False), layout)
-        start = lengths[0] * np.arange(sizes.samples)
-        lo, hi = (np.repeat(x, lengths[0]) for x in (start, start + seen.sum(1)))
-        return make(Mask.from_bounds(lo, hi, lengths=lengths), layout)
 
     def _layout(self, sizes: TokenCounts, streams: Streams) -> Layout:
         """Each rank's tokens. Those that no token sees come last in a sample, so that keys are a range."""

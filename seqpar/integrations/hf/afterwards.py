@@ -4,7 +4,7 @@ the forward of its class, of its instance   refused: the new one would not run, 
 its loss_function                           refused with labels
 the name of its attention                   refused
 modules with attention, or around it        refused if a forward then calls it less often than the trial did
-numbers that its logits may depend on       a row of logits is compared with the head's where they are not made
+numbers that its logits may depend on       some rows of logits are compared with the head's
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Afterwards:
 
     def check_calls(self, made: int) -> None:
         """Raise NotImplementedError after a forward with fewer calls than the trial, if modules were replaced since."""
-        if made < self.calls and any(place.changed() for place in self._waypoints):
+        if made < self.calls and any(waypoint.changed() for waypoint in self._waypoints):
             raise NotImplementedError(
                 f"{type(self.model).__name__} made {made} calls of seqpar's attention and recurrences in this forward, "
                 f"and {self.calls} when it was made parallel: layers that were replaced since may see one rank's "

@@ -268,21 +268,11 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     if can_ask(model):
         with without_hooks(model):
             routers = _routers(probe, ids, labels, at)
+    callers = frozenset(map(name_of, (*probe.callers, *mixers(model), *(module for module, _ in unlisted(model)))))
     return ModelFit(
-        frozenset(probe.rules),
-        recurrent,
-        counting,
-        result,
-        shift,
-        loss,
-        by_items,
-        head,
-        softcap,
-        routers,
-        pooled,
-        probe.calls,
-        frozenset(map(name_of, (*probe.callers, *mixers(model), *(module for module, _ in unlisted(model))))),
-    )
+        frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
+        probe.calls, callers,
+    )  # fmt: skip
 
 
 @contextmanager
