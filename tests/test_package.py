@@ -95,7 +95,7 @@ ORDER = {
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
     "nn": """
-        checkpoint randomness asleep kinds rounding wrap foreign_hooks saved_state fingerprint source attention
+        checkpoint randomness asleep kinds rounding wrap foreign_hooks saved_state code fingerprint source attention
         multihead __init__
     """,
     "integrations": """

@@ -24,12 +24,13 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
+from seqpar.nn.code import autocast_dtypes, code_of
 from seqpar.nn.fingerprint import COMPARED, hashed, leaves, ordered, weights_of
-from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, with_cache
+from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
-from seqpar.ops.core.agreement import agreement
+from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.handles import in_graph
 
 MakeStagePlan = Callable[..., StagePlan]
@@ -148,7 +149,6 @@ class Parallelized(ParallelModel):
             raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
         if state.first:
             self._check_first(state, out)
-        seen.kinds.add(kind)
         seen.shapes.add((state.shape, kind))
         seen.sizes.add(sizes)
         return out
@@ -182,7 +182,7 @@ class Parallelized(ParallelModel):
             return {}
         tried = getattr(state.model, SEEN).tried
         keys = {(name, dim, state.kind): rows for dim, rows in to_try(block, grid, inside, parts).items()}
-        due = {key: rows for key, rows in keys.items() if tried.get(key, 1) < min(rows, ENOUGH)}
+        due = {key: rows for key, rows in keys.items() if tried.get(key, 0) < min(rows, ENOUGH)}
         state.tried |= due
         return {dim: "" for _, dim, _ in due}
 
@@ -305,31 +305,35 @@ class Parallelized(ParallelModel):
 
     def _agree(
         self, named: Named, seen: _Seen, arguments: Mapping[str, Any], cached: Sequence[str]
-    ) -> object:  # fmt: skip
+    ) -> tuple[object, object]:  # fmt: skip
         """Check that ranks make the same call, with nothing active that must not be. Returns the kind of call.
 
-        Calls of one kind have the same arguments besides None, the same settings and the same modes of all modules, by
-        which a stage may take other code; dropout may be switched on in a part.
+        Calls of one kind run the same code on each rank, with the same arguments besides None, the same settings, and
+        the same flags and modes of all modules, by which a stage may take other code.
         """
-        model = named[0][1]
-        with agreement(f"a forward of {type(model).__name__}", self.comm, every=True) as call:
+        model, what, facts = named[0][1], f"a forward of {type(named[0][1]).__name__}", dict[str, object]()
+        with gathering(what, self.comm, lambda code, error: self.comm.gather(what, code, error, facts=facts)) as codes:
             self._check_changes(named, seen)
-            facts = {
+            facts |= {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
             may_differ = not seen.forwards or torch.is_grad_enabled()  # else no optimizer has stepped
             if self.check_inputs and seen.forwards in COMPARED and may_differ:
                 since = ", as without sync_gradients before an optimizer's steps" if seen.forwards else ""
                 facts[f"weights{since}"] = weights_of(model, buffers=not seen.forwards)
-            modes = tuple([module.training for module in seen.modules])
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
-            facts["stages with a cache"] = cached
-            call.facts = facts | {"modules in training": sum(modes)}
+            facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
+            facts["modules in training"] = sum([module.training for module in seen.modules])
+            codes.own = code_of(seen.modules)
         seen.forwards += 1
         settings = [(name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments)]
-        kind = modes, tuple(settings)
-        # settings may be other numbers in every step
-        return kind if kind in seen.kinds or len(seen.kinds) < KINDS else "one of many"
+        # a hook on one rank concerns all, which run a stage equally often
+        kind = tuple(settings), autocast_dtypes(), tuple([code.chosen for code in codes.every])
+        # settings and flags may be others in every step
+        few = kind in seen.kinds or len(seen.kinds) < KINDS
+        if few:
+            seen.kinds.add(kind)
+        return tuple([code.written for code in codes.every]), kind if few else "one of many"
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
@@ -342,6 +346,8 @@ class Parallelized(ParallelModel):
             seen.forget()
             seen.modules = modules
         check_hooks(named, CACHING)
+        if self.comm.size > 1:
+            warn_of_own_hooks(modules[0], [*self.names, *([self.spec.exit.module] if self.spec.exit else [])])
         if drops := active_dropout(named):
             raise NotImplementedError(
                 f"{drops}, which would draw other numbers for a shard than for the whole; set its p to 0"

@@ -9,10 +9,10 @@ where some are replaced by their neighbours. What comes out for the other rows m
 
 Then all rows are moved by one place, and results must move with them. At last the first rows are given again behind the
 others, as if they were those of the next rank, and results must be the same in both places. A stage that numbers or
-counts its rows by itself fails here: it would count those of a rank. Both are left out for stages with tables of rows,
-which stay as they are, and for stages that remember tensors of earlier calls, which may be of rows; more rows also
-where attention or adapters know their number, and where a rank could let others wait. What a stage remembers of its own
-call is forgotten in the trial.
+counts its rows by itself fails here: it would count those of a rank. A single row gets others on both sides. These
+calls are left out for stages with tables of rows, which stay as they are, and for stages that remember tensors of
+earlier calls, which may be of rows; more rows also where attention or adapters know their number, and where a rank
+could let others wait. What a stage remembers of its own call is forgotten in the trial.
 
 Parameters and arguments that are zero, as gates and last layers are at the start of training, hide what they will
 multiply later; in the trial they have other values. So have rows of the stream that are all alike, as those of still
@@ -43,8 +43,9 @@ from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar.dsp")
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
-# Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the first given again.
-EVEN, ODD, MOVED, MORE = range(4)
+# Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the first given again;
+# other rows given on both sides of them.
+EVEN, ODD, MOVED, MORE, OTHERS = range(5)
 MIXES, COUNTS = "mixes", "counts the rows of"
 TABLES = "_seqpar_tables"  # an attribute of stages
 Arguments = dict[str, Any]
@@ -64,7 +65,7 @@ def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[s
             cut = sizes_of_parts(size, ranks, parts) if dim == inside and parts > 1 else [size]
             rows = max(max(shares(part, ranks)) for part in cut)
             most[dim] = min(rows, most.get(dim, rows))
-    return {dim: rows for dim, rows in most.items() if rows > 1}
+    return {dim: rows for dim, rows in most.items() if rows}
 
 
 class Trial:
@@ -116,7 +117,9 @@ class Trial:
         found = [(dim, way, self._outs(call, self._rows(dim, way))) for dim, way in ways]
         # a rank that cannot take more rows fails on its own, where others would wait for its weights
         alone = not (block.attention or block.gathers or block.core or collective_modules(self.module))
-        counted = {dim: COUNTS for dim in free if alone and self._counts(call, first, dim)}
+        counted = {dim: COUNTS for dim in free if alone and self._counts(call, first, dim, MORE)}
+        single = [dim for dim in free if alone and self.grid.outer.local(self.inside)[dim] == 1]
+        counted |= {dim: MIXES for dim in single if self._counts(call, first, dim, OTHERS)}
         if self._apart(first, self._outs(call, self._rows())):
             return {}
         apart = [(dim, way) for dim, way, outs in found if self._apart(first, outs, dim, way)]
@@ -124,10 +127,10 @@ class Trial:
         counted |= {dim: COUNTS for dim, way in apart if way == MOVED}
         return counted | {dim: MIXES for dim, way in apart if way != MOVED}
 
-    def _counts(self, call: CallStage, first: Sequence[Tensor], dim: str) -> bool:
+    def _counts(self, call: CallStage, first: Sequence[Tensor], dim: str, way: int) -> bool:
         """Whether results change with more rows; not if the stage wants as many rows as it got."""
         try:
-            return self._apart(first, self._outs(call, self._rows(dim, MORE)), dim, MORE)
+            return self._apart(first, self._outs(call, self._rows(dim, way)), dim, way)
         except PeerError:
             raise
         except Exception as error:
@@ -164,6 +167,9 @@ class Trial:
         index = torch.arange(rows.shape[at], device=x.device)
         if way <= ODD and len(index) > 1:  # by the last one before, or the first one: none of this parity is left
             index = torch.where(_parity(index) == way, 1 - way, index).cummax(0).values
+        elif way == OTHERS:
+            other = _varied(rows) if is_plain(rows) else rows
+            return form.fold(torch.cat([other, rows, other], at))
         elif way > ODD:
             index = _placed(index, way)
         return form.fold(rows.index_select(at, index))
@@ -187,6 +193,8 @@ class Trial:
         sizes = self.grid.outer.local(self.inside)
         rows, at = self.grid.outer.unfold(x, text, self.inside), form.index(dim)
         index = torch.arange(rows.shape[at], device=x.device)
+        if way == OTHERS:
+            return rows, form.unfold(y, sizes | {dim: 3 * len(index)}).narrow(at, len(index), len(index))
         placed = index if way <= ODD else _placed(index, way)
         others = form.unfold(y, sizes | {dim: len(placed)})
         if way <= ODD:

@@ -87,6 +87,20 @@ def warn_of_own_code(named: Named) -> None:
             return
 
 
+def warn_of_own_hooks(model: nn.Module, paths: Iterable[str]) -> None:
+    """Warn once for a hook of a user on modules whose trials do not call it, as it runs before and after their rows."""
+    for path in paths:
+        module = model.get_submodule(path)
+        if module not in _told and (hook := _own_hook(module)):
+            _told.add(module)
+            warnings.warn(
+                f"{path} of a parallel {name_of(model)} has {hook}, which sees a rank's share of the rows, and nothing "
+                "tries whether it mixes, counts or numbers them; let it look at each row by itself, or put it on a "
+                f"module inside {path}, where it is tried",
+                stacklevel=2,
+            )
+
+
 def _own_code(module: nn.Module) -> str:
     """What a user has put on a module, or ""."""
     if not _is_known(type(module)):
@@ -96,10 +110,12 @@ def _own_code(module: nn.Module) -> str:
     forward = module.__dict__.get("forward")
     if forward is not None and not isinstance(forward, Around) and not _is_known(_inner(forward)):
         return "a forward of your own"
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not _is_known(_inner(hook)):
-            return "a hook of your own"
-    return ""
+    return _own_hook(module)
+
+
+def _own_hook(module: nn.Module) -> str:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "" if all(_is_known(_inner(hook)) for hook in hooks) else "a hook of your own"
 
 
 def _inner(function: Any) -> Any:

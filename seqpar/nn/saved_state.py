@@ -30,7 +30,7 @@ class SavedState:
         self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._types = [type(m) for m in self._modules]
         self._buffers = [dict(m._buffers) for m in self._modules]
-        self._attributes = [{} if _is_wrapper(m) else dict(m.__dict__) for m in self._modules]
+        self._attributes = [{} if is_wrapper(m) else dict(m.__dict__) for m in self._modules]
         own = [x for several in self._attributes for name, x in several.items() if name not in OF_MODULES]
         kept = {id(x) for m in self._modules for x in (*m._parameters.values(), *m._buffers.values())}
         inside = [x for x in held([*own, *arguments]) if id(x) not in kept]
@@ -189,7 +189,8 @@ def _set_state(source: Any, state: Any) -> None:
         source.bit_generator.state = state
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper of PyTorch's, such as DDP, whose attributes change in every forward."""
     return type(module).__module__.startswith(_WRAPPERS)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -9,10 +13,14 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Layout, Mask, Plan
 from seqpar.comm import Comm, LocalComm
+from seqpar.dsp import parallelize
 from seqpar.nn import Attention, MultiheadAttention
 from seqpar.ops import bind
 from seqpar.testing import run_threads
 from tests.advice.remedies import advised
+from tests.dsp.cases import rand
+from tests.dsp.models import SHARDED, made
+from tests.dsp.test_trial import SPEC, Clip
 
 PLAN = Plan(Mask([9]), Layout.contiguous(9, 1))
 DOCUMENTS = [5, 4]
@@ -129,3 +137,30 @@ def test_a_lazy_model_is_run_once_before_it_is_made_parallel() -> None:
     seqpar.parallelize(model, comm, sdpa=True)
     with seqpar.parallel(PLAN, comm):
         assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+def test_a_hook_on_a_stage_looks_at_each_row_or_lies_inside_it() -> None:
+    """The warning is for what nothing tries: a hook inside is tried, and refused if rows meet in it."""
+    x = rand(1, 4, 6, 3)
+
+    def hooked(path: str, hook: Callable[..., Tensor], ranks: int) -> Tensor:
+        def rank(comm: Comm) -> Tensor:
+            model = made(Clip)
+            model.get_submodule(path).register_forward_hook(hook)
+            if comm.size > 1:
+                parallelize(model, comm, SPEC, plan=SHARDED)
+            with torch.no_grad():
+                return model(x)
+
+        return run_threads(ranks, rank, timeout=20)[0]
+
+    with advised(UserWarning, "let it look at each row by itself, or put it on a module inside {}, where it is tried"):
+        hooked("second", lambda module, args, y: y * 2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        apart = hooked("second", lambda module, args, y: y * 2, 2)
+    assert torch.allclose(apart, hooked("second", lambda module, args, y: y * 2, 1), rtol=0, atol=1e-12)
+    inside = hooked("second.linear", lambda module, args, y: y * 2, 2)
+    assert torch.allclose(inside, hooked("second.linear", lambda module, args, y: y * 2, 1), rtol=0, atol=1e-12)
+    with pytest.raises((NotImplementedError, ValueError), match="second mixes t"):
+        hooked("second.linear", lambda module, args, y: y.cumsum(1), 2)

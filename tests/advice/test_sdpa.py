@@ -17,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.testing import dense_attention, run_threads
+from seqpar.testing import dense_attention, run_processes, run_threads
 from tests.advice.remedies import advised, default_group
+from tests.integrations.probe.models import ALONE as ALONE_BY_ROWS
+from tests.integrations.probe.models import made
+from tests.integrations.probe.test_rows_together import call, meeting
 
 TOKENS, HEADS, DIM = 8, 2, 4
 MASK = Mask([TOKENS])
@@ -549,3 +552,35 @@ def test_a_checkpoint_of_somebodys_own_is_torchs_or_enters_the_block_inside() ->
         by_torch = checkpoint(causal, x, use_reentrant=False)
     for out in (by_torch, RunAgain.apply(inside, x)):
         assert torch.allclose(torch.autograd.grad(out.square().sum(), x)[0], expected_grad)
+
+
+def changed_where_others_meet(comm: Comm) -> float:
+    """The deviation of a model that three ranks shard, called under comms of some of them, with a hook from the start.
+
+    Put on after the first forwards, the hook is warned of.
+    """
+    own = comm.sub([0, 1] if comm.rank < 2 else [2])
+    rows = [[2, 1], [3]][comm.rank // 2]
+
+    late, early = (meeting(made(ALONE_BY_ROWS["positions given"]), "fsdp", comm.size) for _ in range(2))
+    with seqpar.parallelize(late, own, sdpa=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", "it is not known")
+        call(late, own, "parallelize", rows)
+        call(late, own, "parallelize", rows)
+        late.head.register_forward_hook(doubled)
+        with advised(UserWarning, "change it before its first forward"):
+            out = call(late, own, "parallelize", rows)
+    early.head.register_forward_hook(doubled)
+    with seqpar.parallelize(early, own, sdpa=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", "it is not known")
+        again = call(early, own, "parallelize", rows)
+    assert out.shape == again.shape
+    return float((out - again).abs().max())
+
+
+def doubled(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    return y * 2
+
+
+def test_a_model_in_which_other_comms_meet_is_changed_before_its_first_forward() -> None:
+    assert run_processes(3, changed_where_others_meet) == [0.0] * 3

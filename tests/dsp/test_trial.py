@@ -652,16 +652,37 @@ def test_a_stage_is_tried_once_and_keeps_its_state() -> None:
             calls.clear()
         return found
 
-    assert run_threads(2, on_a_rank) == [[7, 1, 1, 2, 7, 3]] * 2  # again where a rank has more rows
+    # again when a number in the model is 0 no more, which may choose other code, and where a rank has more rows
+    assert run_threads(2, on_a_rank) == [[7, 1, 7, 2, 7, 3]] * 2
 
 
-def test_one_row_a_rank_is_tried_when_there_are_more() -> None:
+ALONE: dict[str, Mixing] = ALONG_T | {
+    "a mean": lambda x: x.mean(1, keepdim=True).expand_as(x),
+    "the largest of earlier rows": lambda x: x.cummax(1).values,
+    "places": lambda x: x + torch.arange(x.shape[1])[:, None, None],
+}
+del ALONE["a pool"]  # it takes no other number of rows than it was made for
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_row_a_rank_is_tried_beside_others(name: str) -> None:
+    for said in refused(Clip(ALONE[name]), x=rand(1, 2, 6, 3)):
+        assert "NotImplementedError: second " in said and "rows change when" in said, said
+
+
+def test_one_row_a_rank_is_one_process() -> None:
+    is_one_process(2, partial(made, Clip), SPEC, rand(1, 2, 6, 3))
+
+
+def test_one_row_a_rank_is_tried_again_when_there_are_more() -> None:
+    far: Mixing = lambda x: F.pad(x, (0, 0, 0, 0, 4, 0))[:, :-4] if x.shape[1] > 4 else x * 0  # noqa: E731
+
     def on_a_rank(comm: Comm) -> str:
-        model = made(Clip, ALONG_T["a softmax"])
+        model = made(Clip, far)
         parallelize(model, comm, SPEC, plan=SHARDED)
-        model(rand(1, 2, 6, 3))  # a rank with one row cannot see what two would do
+        model(rand(1, 2, 6, 3))  # a rank with one row cannot see what five would do
         with pytest.raises((NotImplementedError, ValueError), match="second (mixes|counts the rows of) t"):
-            model(rand(1, 3, 6, 3))
+            model(rand(1, 10, 6, 3))
         return "done"
 
     assert run_threads(2, on_a_rank) == ["done"] * 2
@@ -670,8 +691,11 @@ def test_one_row_a_rank_is_tried_when_there_are_more() -> None:
 class Switched(Stage):
     """Looks at earlier rows where it is told to, or where a part is in training."""
 
+    sums: bool | None = None
+
     def forward(self, x: Tensor, mask: Tensor | None = None, mode: object = None) -> Tensor:
-        return super().forward(x.cumsum(1) if mask is not None or mode or self.linear.training else x)
+        sums = mask is not None or mode or self.linear.training or self.sums
+        return super().forward(x.cumsum(1) if sums else x)
 
 
 class SwitchedClip(Clip):
@@ -694,6 +718,16 @@ def replaces(model: nn.Module) -> None:
         nn.init.constant_(p, 0.3)
 
 
+def sums_in_its_forward(model: nn.Module) -> None:
+    inner = model.second.linear.forward
+    model.second.linear.forward = lambda x: inner(x.cumsum(1))
+
+
+def sums_on_rank_1(model: nn.Module) -> None:
+    if model.handle.comm.rank == 1:
+        model.second.linear.register_forward_hook(lambda module, args, y: y.cumsum(1))
+
+
 LATER: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
     "an argument that was None": (lambda model: None, {"mask": torch.ones(1, 4)}),
     "a flag": (lambda model: None, {"mode": True}),
@@ -701,6 +735,12 @@ LATER: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
     "a word": (lambda model: None, {"mode": "sums"}),
     "the mode of a part": (lambda model: model.second.linear.train(), {}),
     "another module": (replaces, {}),
+    "a forward": (sums_in_its_forward, {}),
+    "a hook": (lambda model: model.second.linear.register_forward_hook(lambda module, args, y: y.cumsum(1)), {}),
+    "a hook before": (lambda model: model.second.linear.register_forward_pre_hook(lambda _, x: x[0].cumsum(1)), {}),
+    "a hook of one rank": (sums_on_rank_1, {}),
+    "a flag of a part": (lambda model: setattr(model.second, "sums", True), {}),
+    "a function in an attribute": (lambda model: setattr(model.second, "also", lambda x: x.cumsum(1)), {}),
 }
 
 
@@ -712,7 +752,7 @@ def test_a_stage_is_tried_again_when_it_is_called_in_another_way(name: str) -> N
 
     def on_a_rank(comm: Comm) -> str:
         model = made(SwitchedClip).eval()
-        parallelize(model, comm, spec, plan=SHARDED)
+        object.__setattr__(model, "handle", parallelize(model, comm, spec, plan=SHARDED))
         model(X, mode=0)
         change(model)
         with pytest.raises((NotImplementedError, ValueError), match="second mixes t"):

@@ -2,12 +2,14 @@
 
 A model is tried when a comm first sees it called in some way, and again when a batch or a document is twice as long or
 half as long as any before, since something may depend on the longest position or on the number of rows. For effects
-that only show after some steps it is tried again at the 16th such call.
+that only show after some steps it is tried again at the 16th such call. A call of a model whose code has changed, by
+another module, forward, hook, mode or flag, is a new one.
 
 If ranks meet in a model's forward, in FSDP's gathers or DDP's buffers, each rank must run it equally often. So whether
-such a model is tried, and how often, follows from facts that all ranks know: training mode, and the plan if only its
-ranks meet. Arguments do not decide, as they may differ between ranks: a rank that is called in a new way tries other
-models alone, and the next exchange tells the others if it refuses.
+such a model is tried, and how often, follows from facts that all ranks know: training mode, and, if only ranks of the
+comm meet, the plan and the code of each rank's model, which they exchange. Arguments do not decide, as they may differ
+between ranks: a rank that is called in a new way tries other models alone, and the next exchange tells the others if it
+refuses.
 """
 
 from __future__ import annotations
@@ -29,54 +31,72 @@ from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.probe.trial import READINGS, try_model
 from seqpar.nn.asleep import awakened
+from seqpar.nn.code import Code, autocast_dtypes
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
 
 AGAIN = 16  # the call at which a model that passed is tried once more
 KEPT = 64  # remembered ways of calling models; the oldest go first
+FLAGS = 16  # remembered combinations of a model's flags; where there are more, as of a counter, they do not decide
 BatchSizes = frozenset[tuple[str, int]]  # batch and document sizes, in powers of 2
+CallWay = tuple[Hashable, ...]  # of calling a model, see `way_of`
+Key = tuple[
+    CallWay | bool, Hashable
+]  # what decides whether a call is new: the way or whether it is training, and the code
 
 
 class CallHistory(NamedTuple):
-    """A way of calling a model: the sizes with which it passed, and the number of calls."""
+    """A way of calling a model: the sizes with which it passed, the number of calls, and the code that was tried."""
 
     sizes: BatchSizes = frozenset()
     calls: int = 0
+    code: Code | None = None
 
 
-_histories: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Hashable, CallHistory]]]
+_histories: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Key, CallHistory]]]
 _histories = weakref.WeakKeyDictionary()
+_flags: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 _together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose forward ranks meet
 
 
 class ModelCall:
     """A call of a model, to be tried unless one like it was.
 
-    key: the way in which the model is called, or whether it is training, which all ranks know and so try at a time.
+    way: that in which this rank calls the model; None for what all ranks know, and so try at a time. code: the model's.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, key: Hashable) -> None:
-        self.model, self.plan, self.comm, self.key = model, plan, comm, key
+    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, way: CallWay | None, code: Code) -> None:
+        self.model, self.plan, self.comm, self.code = model, plan, comm, code
         self.longest = plan.memo("longest", lambda: int(plan.mask.lengths.max(initial=0)))
         sizes = {"batch": plan.mask.tokens, "document": self.longest}
         self.sizes: BatchSizes = frozenset((what, max(0, n - 1).bit_length()) for what, n in sizes.items())
         self.known = _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, {})
+        self.key: Key = (model.training, None) if way is None else (way, self._few(code))
         if model not in _together and self.is_new() and ranks_meet(model):
             _together.add(model)
         self.together = model in _together
         self.once = self.together and comm.size != dist.get_world_size()
+        self.shared = way is None or self.together  # whether all ranks try it at a time
         if self.together:
-            self.key = model.training
-        self.shared = isinstance(self.key, bool)  # whether all ranks try it at a time
+            self.key = model.training, None
         if self.once:  # ranks of other comms, with other plans, may be in the same forward
             self.sizes = frozenset({("any", 0)})
+
+    def _few(self, *codes: Code) -> tuple[Hashable, ...]:
+        """The codes, without flags if these differ in too many calls."""
+        flags = _flags.setdefault(self.model, set())
+        flags |= {code.chosen for code in codes} if len(flags) < FLAGS else set()
+        return tuple((code.written, code.chosen if code.chosen in flags else None) for code in codes)
 
     def is_new(self) -> bool:
         """Whether no call like it has been tried."""
         return not self.sizes <= self.known.get(self.key, CallHistory()).sizes
 
     def is_due(self) -> bool:
-        """Whether to try it; counts the calls of a way that passed."""
+        """Whether to try it; counts the calls of a way that passed. A collective if ranks meet in the model's forward:
+        they exchange the code of their models, and a hook on one of them concerns all."""
+        if self.together and not self.once:
+            self.key = self.model.training, self._few(*self._gather(self.code))
         if self.is_new():
             return True
         history = self.known[self.key]
@@ -142,6 +162,16 @@ class ModelCall:
     def _gather(self, value: Any) -> list[Any]:
         return self.comm.gather(f"sdpa: whether {type(self.model).__name__} mixes rows", value)
 
+    def changed(self) -> str | None:
+        """Why what was tried may be out of date, though it is not tried again."""
+        tried = self.known.get(self.key, CallHistory()).code
+        if not self.once or tried is None or tried.written == self.code.written:
+            return None
+        return (
+            "its modules, forwards or hooks were changed after it was tried, and it is not tried again, since ranks of "
+            "other comms meet in its forward; change it before its first forward"
+        )
+
     def _is_settled_by(self, verdict: Verdict) -> bool:
         """Whether such calls need no other trial: it saw rows, there were none to see, or another rank has more."""
         rows = [self.plan.rows(rank) for rank in range(self.plan.ranks)]
@@ -161,9 +191,9 @@ class ModelCall:
     def _settle(self) -> None:
         """Remember a call that passed."""
         before = self.known.pop(self.key, CallHistory(calls=1))
-        self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)
+        self.known[self.key] = before._replace(sizes=before.sizes | self.sizes, code=before.code or self.code)
         # what all ranks know is never forgotten, as not all of them would
-        ways = [key for key in self.known if not isinstance(key, bool)]
+        ways = [key for key in self.known if not isinstance(key[0], bool)]
         if len(ways) > KEPT:
             del self.known[ways[0]]
 
@@ -185,9 +215,10 @@ def ranks_meet(model: nn.Module) -> bool:
     return sharded or any(isinstance(module, kinds) for module in model.modules())
 
 
-def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Hashable:
-    """The way in which a model is called: the names and kinds of its arguments, and the values of flags."""
-    return tuple(map(_kind, args)), tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None), training
+def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> CallWay:
+    """The way in which a model is called: the names and kinds of its arguments, the values of flags, and autocast."""
+    named = tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None)
+    return tuple(map(_kind, args)), named, training, autocast_dtypes()
 
 
 def _kind(x: Any) -> Hashable:

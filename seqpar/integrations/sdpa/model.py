@@ -14,6 +14,7 @@ from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
+from seqpar.nn.code import code_of
 from seqpar.nn.fingerprint import COMPARED
 from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -115,9 +116,9 @@ class _Forward:
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
-        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training))
+        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), code_of(model.modules()))
         if not call.is_due():
-            return None
+            return call.changed()
         if model.training and (reasons := dropping(model) + renorming(model)):
             with errors_on_all_ranks("sdpa", self.comm):
                 raise refused(model, reasons)

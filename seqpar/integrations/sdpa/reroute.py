@@ -32,6 +32,7 @@ from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet, seen_pairs
+from seqpar.nn.code import code_of
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
@@ -155,6 +156,7 @@ class Rerouting(TorchFunctionMode):
         self.triangle, self.masked = KnownMask(), KnownMask()
         self.tries = tries and not again
         self.below: FrameType | None = None
+        self.noticed: dict[str, Any] | None = None  # the keyword arguments of the last call that attended
         # calls to be tried, with their arguments, by module, whether it was training, and the way of the call
         self.called: dict[tuple[nn.Module, bool, Hashable], tuple[list[ModelCall], Any, Any] | None] = {}
 
@@ -175,7 +177,7 @@ class Rerouting(TorchFunctionMode):
         FUSED_PATHS.__exit__()
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
         self.triangle, self.masked = KnownMask(), KnownMask()
-        called, self.called, self.below = self.called, {}, None
+        called, self.called, self.below, self.noticed = self.called, {}, None, None
         if surroundings is not None:
             surroundings.__exit__(kind, error, trace)
         if isinstance(error, Exception) and _in_flex_attention(trace):
@@ -384,13 +386,17 @@ class Rerouting(TorchFunctionMode):
         if (outer := outermost(self.below)) is None:
             return
         model, args, kwargs = outer
-        way = way_of(args, kwargs, model.training)
-        if (key := (model, model.training, way)) in self.called:
+        if self.noticed is kwargs:  # another layer of the same call
+            return
+        self.noticed = kwargs
+        code, way = code_of(model.modules()), way_of(args, kwargs, model.training)
+        if (key := (model, model.training, (way, code))) in self.called:
             return
         first = key[:2] not in (known[:2] for known in self.called)
-        calls = [ModelCall(model, self.plan, self.comm, each) for each in (model.training, way)]
+        calls = [ModelCall(model, self.plan, self.comm, each, code) for each in (None, way)]
         calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
-        due = [call for call in calls if call.is_due()]
+        # whether ranks that meet in the forward try it is for them to agree on, when the block ends
+        due = [call for call in calls if call.together or call.is_due()]
         self.called[key] = (due, args, kwargs) if due else None
 
     @uncompiled
@@ -401,6 +407,10 @@ class Rerouting(TorchFunctionMode):
         """
         call, *alike = calls
         model = call.model
+        if call.together and not call.is_due():
+            if why := call.changed():
+                warn_untried(model, why)
+            return
         if call.shared:
             check_model(model)
             if model.training and (reasons := dropping(model) + renorming(model)):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,6 +305,79 @@ def test_a_model_is_tried_again_with_another_flag(flags: tuple[Any, Any], way: s
         for flag in (flags[0], flags[0], flags[1]):
             with each:
                 model(x, flag)
+
+
+class Switched(Pooling):
+    """Pools where a part is in training, or where it is told to."""
+
+    pooled: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.own = nn.Identity(), lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.own(self.part(x)), int(bool(self.part.training or self.pooled)))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+def mean(x: Tensor) -> Tensor:
+    return Mean()(x)
+
+
+CHANGES: dict[str, Callable[[Switched], Any]] = {
+    "the mode of a part": lambda model: model.part.train(),
+    "a flag": lambda model: setattr(model, "pooled", True),
+    "another module": lambda model: setattr(model, "part", Mean().eval()),
+    "a forward": lambda model: setattr(model.part, "forward", mean),
+    "a function": lambda model: setattr(model, "own", mean),
+    "a hook": lambda model: model.part.register_forward_hook(lambda module, args, y: mean(y)),
+    "a hook before": lambda model: model.block.register_forward_pre_hook(lambda module, args: mean(*args)),
+    "a hook in a partial": lambda model: model.part.register_forward_hook(partial(lambda way, m, a, y: mean(y), 1)),
+    "a method": lambda model: setattr(model.block, "__class__", type("Other", (Block,), {"forward": forward_of_means})),
+}
+
+
+def forward_of_means(self: nn.Module, x: Tensor) -> Tensor:
+    return Block.forward(self, mean(x))
+
+
+@pytest.mark.parametrize("way", ["parallelize", "block"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_is_tried_again_when_it_was_changed(name: str, way: str) -> None:
+    model, x, comm = made(Switched).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
+    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
+
+    def run() -> None:
+        with seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext():
+            model(x)
+
+    if way == "parallelize":
+        parallelize(model, comm, plan=plan)
+    run()
+    CHANGES[name](model)
+    with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
+        run()
+
+
+@pytest.mark.parametrize("way", ["parallelize", "block"])
+def test_a_hook_that_is_made_anew_in_every_step_is_tried_once(way: str) -> None:
+    model, x, comm = made(Switched).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
+    plan, found = Plan(MASK, Layout.contiguous(TOKENS, 1)), []
+    if way == "parallelize":
+        parallelize(model, comm, plan=plan)
+    for step in range(12):
+        runs: list[Tensor] = []
+        hook = model.part.register_forward_hook(lambda module, args, y, runs=runs, step=step: runs.append(y))
+        with seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext():
+            model(x)
+        hook.remove()
+        found.append(len(runs))
+    assert found[0] > 1 and found[2:] == [1] * 10, found  # step 0 is a number apart
 
 
 def test_a_rank_that_is_called_in_a_way_of_its_own_lets_no_other_wait() -> None:

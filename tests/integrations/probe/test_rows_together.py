@@ -109,6 +109,28 @@ def failing(comm: Comm, how: str) -> str:
     return str(raised.value)
 
 
+def changed(comm: Comm, how: str, way: str) -> tuple[str, int]:
+    """What is said of a hook that the last rank alone has put on the model after its first forward."""
+    model, runs = meeting(made(ALONE["positions given"]), how, comm.size), list[int]()
+    model.head.register_forward_pre_hook(lambda *_: runs.append(0))
+    if way == "parallelize":
+        parallelize(model, comm)
+    for _ in range(3):
+        call(model, comm, way, [5, 4])
+    if comm.rank == comm.size - 1:
+        model.head.register_forward_hook(lambda module, args, y: y.cumsum(1))
+    with pytest.raises(NotImplementedError) as raised:
+        call(model, comm, way, [5, 4])
+    return str(raised.value), len(runs)
+
+
+@pytest.mark.parametrize("how, way", [("fsdp", "parallelize"), ("ddp", "parallelize"), ("fsdp", "block")])
+def test_a_change_of_one_rank_is_tried_by_all(how: str, way: str) -> None:
+    every = run_processes(2, changed, how, way)
+    assert len({runs for _, runs in every}) == 1
+    assert all("what head (Linear) returns does not follow" in said for said, _ in every), every
+
+
 def fails(*_: Any) -> None:
     raise ArithmeticError("no good")
 
