@@ -66,6 +66,11 @@ LIBRARIES = {
     "peft",
     "torchao",
     "bitsandbytes",
+    "deepspeed",
+    "lightning",
+    "pytorch_lightning",
+    "liger_kernel",
+    "trl",
     "seqpar",
 }
 _told: WeakSet[nn.Module] = WeakSet()
@@ -77,7 +82,7 @@ def warn_of_own_code(named: Named) -> None:
     if model in _told:
         return
     for path, module in named[1:]:
-        if what := _own_code(module):
+        if what := own_code(module):
             _told.add(model)
             warnings.warn(
                 f"{path} of a parallel {name_of(model)} has {what}, which sees a rank's tokens alone, and nothing "
@@ -101,13 +106,14 @@ def warn_of_own_hooks(model: nn.Module, paths: Iterable[str]) -> None:
             )
 
 
-def _own_code(module: nn.Module) -> str:
+def own_code(module: nn.Module) -> str:
     """What a user has put on a module, or ""."""
+    own = module.__dict__
     if not _is_known(type(module)):
         return f"the class {type(module).__qualname__} of your own"
-    if not _is_known(type(getattr(module, "processor", None))):
+    if not _is_known(type(own.get("processor") or module._modules.get("processor"))):
         return "a processor of your own"
-    forward = module.__dict__.get("forward")
+    forward = own.get("forward")
     if forward is not None and not isinstance(forward, Around) and not _is_known(_inner(forward)):
         return "a forward of your own"
     return _own_hook(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,39 @@ def test_checkpoints_are_around_layers() -> None:
     with seqpar.parallelize(model, LocalComm()):
         model(**BATCH).loss.backward()
     assert torch.allclose(model.lm_head.weight.grad, plain.lm_head.weight.grad, atol=1e-5)
+
+
+EVERY = batches("right", 2)
+
+
+def test_a_hook_is_put_on_before_a_model_is_made_parallel() -> None:
+    """A hook put on later is warned of; before, it is tried, and refused if tokens meet in it."""
+
+    def double(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * 2
+
+    def meet(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y.cumsum(1)
+
+    def rank(comm: Comm, hook: Callable[..., Tensor], late: bool) -> float:
+        model = llama()
+        if not late:
+            model.model.layers[0].mlp.register_forward_hook(hook)
+        with seqpar.parallelize(model, comm):
+            if late:
+                model.model.layers[0].mlp.register_forward_hook(hook)
+            return float(model(**EVERY[comm.rank]).loss)
+
+    with advised(UserWarning, "put it there before seqpar.parallelize, which tries it"):
+        run_threads(2, rank, double, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run_threads(2, rank, double, False)
+    whole = llama()
+    whole.model.layers[0].mlp.register_forward_hook(double)
+    assert found == pytest.approx([float(one_process(whole, EVERY, causal=True).loss)] * 2, rel=1e-5)
+    with pytest.raises((NotImplementedError, ValueError), match="cannot be computed"):
+        run_threads(2, rank, meet, False)
 
 
 def test_attention_is_set_before_a_model_is_made_parallel() -> None:

@@ -5,10 +5,12 @@ its loss_function                           refused with labels
 the name of its attention                   refused
 modules with attention, or around it        refused if a forward then calls it less often than the trial did
 numbers that its logits may depend on       some rows of logits are compared with the head's
+hooks, classes and forwards of a user       warned of: the trial has not seen them
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seqpar.nn.foreign_hooks import own_code
 from seqpar.nn.kinds import name_of
 
 DEEP = 8  # wrappers around a forward
@@ -52,6 +55,7 @@ class Afterwards:
         self._reaching: Any = None  # what stood in its place when it last ran
         self._numbers = numbers_of(model)
         self._waypoints: list[Waypoint] = []
+        self._own_code: dict[nn.Module, str] = {}
 
     def note_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """A module has a parallel forward from now on."""
@@ -62,6 +66,7 @@ class Afterwards:
     def note_waypoints(self, callers: Collection[str]) -> None:
         """All forwards are in place. callers: the classes of the modules that call attention and recurrences."""
         self._waypoints = waypoints(self.model, callers)
+        self._own_code = {module: what for module in self.model.modules() if (what := own_code(module))}
 
     def note_passed(self) -> None:
         """The model's parallel forward runs: what stands in its place calls it."""
@@ -88,6 +93,24 @@ class Afterwards:
             raise NotImplementedError(
                 f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; call undo() "
                 "first and parallelize again"
+            )
+
+    def warn_of_own_code(self) -> None:
+        """Warn of modules that run code of a user since the model was made parallel, once for each."""
+        new = {
+            module: what
+            for module in self.model.modules()
+            if module not in self._written and (what := own_code(module)) and self._own_code.get(module) != what
+        }
+        if new:
+            self._own_code |= new
+            module, what = next(iter(new.items()))
+            path = next(path for path, each in self.model.named_modules() if each is module)
+            warnings.warn(
+                f"{path or 'the model'} of a parallel {name_of(self.model)} was given {what}, which sees a rank's "
+                "tokens alone, and nothing has tried whether it mixes, counts or numbers them; put it there before "
+                "seqpar.parallelize, which tries it",
+                stacklevel=2,
             )
 
     def check_calls(self, made: int) -> None:

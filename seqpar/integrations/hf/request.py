@@ -155,6 +155,8 @@ class Served(NamedTuple):
         who, fit = type(module).__name__, self.fit
         numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         self.afterwards.check(module, passed=module is self.model or head is not None)
+        if self.comm.size > 1:
+            self.afterwards.warn_of_own_code()
         if self.model.training and _adds_noise(self.model):
             raise NotImplementedError(
                 f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "

@@ -177,12 +177,14 @@ def _another_layer(model: Any) -> None:
 ATTENDING = {"module": _another_module, "forward": _another_forward, "layer": _another_layer}
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", ATTENDING)
 def test_attention_of_ones_own_put_in_later_is_refused(how: str, training: bool) -> None:
     refused(build("llama").train(training), ATTENDING[how], "made 1 calls of seqpar's attention.* and 2 when")
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own")
 def test_a_mixer_of_ones_own_put_in_later_is_refused() -> None:
     model, batch = hybrids.build("mamba2"), packed(torch.Generator().manual_seed(0), [13, 21, 6])
 
@@ -200,6 +202,7 @@ def test_fewer_layers_by_the_config_are_not_refused() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own")
 def test_other_collectives_of_a_forward_are_not_taken_for_attention() -> None:
     """As those of a hook that logs a mean over all tokens."""
 

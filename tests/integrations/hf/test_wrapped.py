@@ -150,6 +150,7 @@ def _halved_by_a_hook(model: torch.nn.Module) -> None:
     model.model.register_forward_hook(lambda _, args, out: type(out)(last_hidden_state=out.last_hidden_state / 2))
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own")
 @pytest.mark.parametrize("halve", [_halved_by_its_forward, _halved_by_a_hook])
 def test_what_others_put_around_the_head_later_is_in_the_loss(halve: Callable[[torch.nn.Module], None]) -> None:
     model, every = build("llama"), batches("right", 2)
