@@ -52,6 +52,17 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
     return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
 
 
+def identity_of(modules: Iterable[nn.Module]) -> int:
+    """A hash of which modules a model has: another one after one was put in, taken out or replaced."""
+    return hash(tuple(map(_number, modules)))
+
+
+def _number(module: nn.Module) -> int:
+    if (number := _numbers.get(module)) is None:
+        number = _numbers[module] = next(_count)
+    return number
+
+
 class _Notes:
     """What was found on a walk through a model, in its order."""
 
@@ -62,9 +73,7 @@ class _Notes:
 
     def add_module(self, module: nn.Module) -> None:
         own, kind = module.__dict__, type(module)
-        if (number := _numbers.get(module)) is None:
-            number = _numbers[module] = next(_count)
-        self.written += number, kind
+        self.written += _number(module), kind
         self.chosen.append(module.training)  # a compiled module asks its own
         if kind not in self.seen:
             self._add_class(kind)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 # Numbers of the forwards before which ranks compare weights: the first, which detects weights drawn or loaded
 # differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.
 COMPARED = frozenset({0, 1, 2, 4, 8, 16})
+SPREAD = 0x1E3779B97F4A7C15  # spreads numbers over all bits
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,10 +49,12 @@ def weights_of(model: nn.Module, *, buffers: bool = True) -> int:
 
 
 def hashed(x: object) -> int:
-    """A 63-bit fingerprint; different tensors almost never collide. 0 for an empty tensor or a DTensor."""
+    """A fingerprint of 64 bits; tensors of other elements almost never collide. 0 for an empty tensor or a DTensor."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
         return 0
-    return int(torch.hash_tensor(_bits(x)).view(torch.int64))  # type: ignore[attr-defined]
+    bits = _bits(x)
+    # one that combines bits by exclusive or does not tell equal elements, as of new norms and biases, from others
+    return int(torch.hash_tensor(bits).view(torch.int64) ^ (bits.sum(dtype=torch.int64) * SPREAD))  # type: ignore[attr-defined]
 
 
 def ordered(x: Tensor) -> int:
@@ -61,7 +64,7 @@ def ordered(x: Tensor) -> int:
     bits = _bits(x).reshape(-1).long()
     places = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
     # odd factors, spread over all bits; the sum wraps
-    return int((bits * (places * 0x1E3779B97F4A7C15)).sum())
+    return int((bits * (places * SPREAD)).sum())
 
 
 def _bits(x: Tensor) -> Tensor:

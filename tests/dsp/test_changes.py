@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import parallelize
-from seqpar.nn.fingerprint import leaves, ordered
+from seqpar.nn.fingerprint import hashed, leaves, ordered
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import (
@@ -262,6 +262,14 @@ def test_other_values_are_told_apart() -> None:
         assert ordered(y) == ordered(y.clone()) == ordered(y.T.contiguous().T)
         assert len({ordered(y), ordered(y.flip(0)), ordered(y.flip(1)), ordered(y + 1)}) == 4
     assert ordered(torch.ones(4, dtype=torch.bool)) != ordered(torch.zeros(4, dtype=torch.bool))
+
+
+def test_tensors_of_one_value_have_fingerprints_of_their_own() -> None:
+    same = [torch.full((4,), value, dtype=dtype) for value in (0, 1, 2) for dtype in (torch.float32, torch.int64)]
+    assert len({hashed(x) for x in [*same[::2], torch.tensor([1.0, 1.0, 2.0, 2.0])]}) == 4
+    assert len({hashed(x) for x in same[1::2]}) == 3
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    assert hashed(x) == hashed(x.clone()) != hashed(x + 1) and abs(hashed(x)) < 2**63
     found = dict(leaves({"a": [np.arange(3), None], "b": object(), "c": {"d": 1}}))
     assert found.keys() == {"a.0", "b", "c.d"} and found["b"] == "object" and torch.equal(found["a.0"], torch.arange(3))
 

@@ -735,6 +735,30 @@ def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
     assert all(f"{name} differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_weights_of_adapters_that_come_later_are_compared(alike: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        with torch.no_grad():
+            own(**inputs)
+            own.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))  # type: ignore[operator]
+            for name, p in own.named_parameters():
+                if "lora" in name:  # drawn by each rank
+                    p.fill_(0.1 if alike else 0.1 + comm.rank)
+            try:
+                own(**inputs)
+            except ValueError as error:
+                return str(error)
+        return "right"
+
+    expected = "right" if alike else "weights differs between rank 0 and rank 1"
+    assert all(expected in said for said in run_threads(2, rank))
+
+
 def test_what_one_rank_refuses_raises_on_all() -> None:
     model, inputs = made("flux")
 

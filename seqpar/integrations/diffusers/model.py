@@ -32,6 +32,7 @@ from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
+from seqpar.nn.code import identity_of
 from seqpar.nn.fingerprint import COMPARED, fingerprint, leaves, weights_of
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
@@ -117,9 +118,12 @@ def _compared(
             raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")
         if args:
             arguments["hidden_states"] = args[0]
-        recipe.check(model, arguments)
+        named = list(model.named_modules())
+        recipe.check(named, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
-        count = sharing.forwards.get(model, 0)
+        modules = identity_of(module for _, module in named)
+        before, count = sharing.forwards.get(model, (modules, 0))
+        count = count if before == modules else 0  # adapters may have been put in, with weights of their own
         if count in COMPARED and (not count or torch.is_grad_enabled()):  # else no optimizer has stepped
             facts.own["weights"] = weights_of(model, buffers=not count)  # a step leaves buffers alone
         valid = arguments.get(recipe.mask) if recipe.mask else None
@@ -131,7 +135,7 @@ def _compared(
             sharing.plan(sizes, queries, keys)  # here no compiler looks on
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
-    sharing.forwards[model] = count + 1
+    sharing.forwards[model] = modules, count + 1
     _same_on_all(facts.every, count)
     return arguments, sizes
 

@@ -96,9 +96,9 @@ class ModelRecipe:
             found[name] = attending_whole if {*words} & {*self.cross} else partial(attending, *over)
         return found | {name: partial(gathering_rows, stream) for name, stream in self.exits.items()}
 
-    def check(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def check(self, named: Named, arguments: Mapping[str, Any]) -> None:
         """Raise NotImplementedError for arguments, settings and modules that cannot be shared."""
-        named = list(model.named_modules())
+        model = named[0][1]
         for name in self.surrounding(named):
             if not _is_surrounded(model.get_submodule(name)):
                 raise NotImplementedError(

@@ -43,14 +43,15 @@ class TokenCounts:
 class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
-    numerics: of attention. forwards: how many there were, of a model and of its copies.
+    numerics: of attention. forwards: of a model and of its copies, which modules it had, and how many there were with
+    these.
     """
 
     comm: Comm
     make: MakePlan
     numerics: Numerics
     plans: dict[TokenCounts, dict[Hashable, Plan]] = field(default_factory=dict)
-    forwards: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    forwards: WeakKeyDictionary[nn.Module, tuple[int, int]] = field(default_factory=WeakKeyDictionary)
 
     def plan(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
         """The plan of attention from the tokens of some streams to those of some, sample by sample."""
