@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -291,10 +291,25 @@ def _shared(mask: Tensor) -> bool:
 @uncompiled
 def _seed(module: nn.Module, mask: Tensor) -> int:
     """The seed of a layer's dropout: equal on all ranks and when recomputed, different for every layer and batch."""
-    seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), getattr(module, "layer_idx", None)
+    seed, layer = getattr(mask.untyped_storage(), "_seqpar_seed", None), layer_of(module)
     if seed is None or layer is None:
         raise without_seed(module)
     return derived_seed(seed, layer)
+
+
+LAYER = "_seqpar_layer"  # on modules of a parallel model: a number for those that have no layer_idx
+
+
+def layer_of(module: nn.Module) -> int | None:
+    """The number of a layer, by which it drops other pairs than the next one; None if nothing tells it."""
+    own = getattr(module, "layer_idx", None)
+    return module.__dict__.get(LAYER) if own is None else own
+
+
+def numbered(model: nn.Module, callers: Collection[str], calls: int) -> dict[nn.Module, int]:
+    """Numbers for the modules of these classes, if each makes one of the calls of attention in a forward."""
+    found = [module for module in model.modules() if type(module).__name__ in callers]
+    return {module: 1 << 16 | n for n, module in enumerate(found)} if len(found) >= calls else {}
 
 
 def without_seed(module: nn.Module) -> NotImplementedError:

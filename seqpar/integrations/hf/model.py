@@ -33,7 +33,18 @@ from seqpar.facts.value import Ints, whole
 from seqpar.integrations.adapters import acting_adapters, adapted, unfit_adapters
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
-from seqpar.integrations.hf.attention import KEY, NUMERICS, Forward, enter, forward, implementation, occupied, planned
+from seqpar.integrations.hf.attention import (
+    KEY,
+    LAYER,
+    NUMERICS,
+    Forward,
+    enter,
+    forward,
+    implementation,
+    numbered,
+    occupied,
+    planned,
+)
 from seqpar.integrations.hf.config import ASKED
 from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
@@ -159,6 +170,8 @@ class ParallelTransformer(ParallelModel):
         except BaseException:
             self._undone.close()
             raise
+        for module, number in numbered(model, self.fit.callers, self.fit.calls).items():
+            self._undone.enter_context(replaced(module, {LAYER: number}))
         self._afterwards = Afterwards(model, self._name, self.fit.calls)
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
         self._outputs = Outputs(model, comm, self.fit, average_over, self.returned, self._afterwards)

@@ -21,7 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, dropped, making, without_seed
+from seqpar.integrations.hf.attention import (
+    DEFAULT,
+    NUMERICS,
+    attention_function,
+    dropped,
+    layer_of,
+    making,
+    without_seed,
+)
 from seqpar.integrations.hf.mask import Rule
 from seqpar.nn.kinds import name_of
 from seqpar.ops import bind
@@ -58,7 +66,7 @@ def attended(
 
     Raises: NotImplementedError for dropout in a layer without a number.
     """
-    dropout = dropped(dropout) if module.training else 0.0
+    dropout, layer = dropped(dropout) if module.training else 0.0, layer_of(module) if layer is None else layer
     if dropout and layer is None:
         raise without_seed(module)
     numerics = module.__dict__.get(NUMERICS, DEFAULT)

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.hf import attention as keys
+from seqpar.integrations.hf.attention import LAYER, layer_of
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import (
     PLANS,
@@ -266,6 +267,45 @@ def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
     assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
     for losses in run_threads(3, rank):
         assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def encoder(kind: str, **more: Any) -> Any:
+    """A small encoder in training, whose layers have no index, and drop pairs."""
+    import transformers
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5, **more
+    )
+    torch.manual_seed(3)
+    return getattr(transformers, f"{kind}ForMaskedLM")(config).train()
+
+
+def test_layers_without_an_index_drop_pairs_of_their_own_on_any_number_of_ranks() -> None:
+    model = encoder("Esm", mask_token_id=2, position_embedding_type="rotary", token_dropout=False)
+    assert all(getattr(module, "layer_idx", None) is None for module in model.modules())
+    ids = torch.randint(3, 40, (2, 17), generator=generator())
+
+    def rank(comm: Comm) -> tuple[float, int]:
+        own = copy.deepcopy(model)
+        torch.manual_seed(5)
+        with seqpar.parallelize(own, comm, source="replicated", plan=PLANS["ring"]):
+            seeds = {layer_of(layer.attention.self) for layer in own.esm.encoder.layer}
+            loss = float(own(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.detach())
+        assert not any(LAYER in module.__dict__ for module in own.modules())
+        return loss, len(seeds)
+
+    (alone,) = run_threads(1, rank)
+    assert alone[1] == 2 and abs(alone[0] - float(copy.deepcopy(model).eval()(input_ids=ids, labels=ids).loss)) > 1e-4
+    for loss, seeds in run_threads(3, rank):
+        assert loss == pytest.approx(alone[0], rel=1e-6) and seeds == 2
+
+
+def test_a_layer_that_runs_twice_has_no_number_for_its_dropout() -> None:
+    model = encoder("Albert", embedding_size=16)
+    ids = torch.randint(3, 40, (2, 17), generator=generator())
+    with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match="there is no layer_idx"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
 
 
 def test_undo_leaves_the_very_model_and_nobody_else_is_touched() -> None:
