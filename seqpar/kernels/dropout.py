@@ -58,12 +58,14 @@ def step_words(facts: StepFacts, heads: range, seed: int) -> tuple[Tensor, Tenso
     Cached with the step for one seed, and layers have seeds of their own: backward reuses forward's words only if no
     other layer ran in between, as when activations are recomputed.
     """
-    kept = facts.memo("dropout", dict)
-    if any(seed != earlier for earlier, _ in kept):
-        kept.clear()
-    if (seed, heads) not in kept:
-        kept[seed, heads] = words(facts.pos, facts.key_pos, heads, seed)
-    return kept[seed, heads]
+    kept: dict[str, tuple[int, dict[range, tuple[Tensor, Tensor]]]] = facts.memo("dropout", dict)
+    earlier, of_heads = kept.get("last", (seed, {}))
+    if seed != earlier:
+        of_heads = {}
+    if (found := of_heads.get(heads)) is None:  # threads of other seeds may share the step, so nothing is taken out
+        found = of_heads[heads] = words(facts.pos, facts.key_pos, heads, seed)
+    kept["last"] = seed, of_heads
+    return found
 
 
 def keep(a: Tensor, b: Tensor, p: float) -> Tensor:

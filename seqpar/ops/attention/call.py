@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Tag
+from seqpar.comm.header import hash63
 from seqpar.facts.value import Ints
 from seqpar.kernels import CallSpec, Kernel, Score, StepFacts, acc_dtype, choose
 from seqpar.kernels.memory.upload import UploadBuffer, upload
@@ -123,7 +124,7 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     size = {width: heads * (s.dim + s.v_dim) for width, heads in key_heads.items()}  # elements of a row
     return Recipe(
         kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
-        digest_of_call("attention", whole), hash((plan.digest(), s.function())), steps,
+        digest_of_call("attention", whole), hash63((plan.digest(), s.function())), steps,
         backward_steps, parts,
         (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_heads,
         {part.width: _views(part) for part in parts},

@@ -88,7 +88,8 @@ def _agreed(
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
-    stamp = hash((recipe.stamp, seed, id(comm.stats), comm.rank))  # a comm and its subs share stats
+    # a comm and its subs share stats; numbers as text, since Python's hashes of -1 and -2 are the same
+    stamp = hash((recipe.stamp, str(seed), id(comm.stats), comm.rank))
     check_repetition("attention", comm, stamp, recorded=True in grads)
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import refuse_transforms, uncompiled
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import carried, carry, handles, in_graph
 from seqpar.ops.core.repetition import refuse_repetition
 
@@ -136,7 +137,9 @@ class CollectiveOp:
                 return op(list(tensors), named, *options, grads)[0]
             return op(*tensors, named, *options, grads)[:-1]
         if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
-            refuse_tangents(self.name, tensors)
+            last = values[-1]
+            with errors_on_all_ranks(self.name, last.comm if isinstance(last, Record) else last):
+                refuse_tangents(self.name, tensors)
         if True in grads:
             return self._recorded(self, values, (*options, grads), *tensors)  # type: ignore[no-any-return]
         return self._unrecorded(tensors, values, *options, grads)[0]  # type: ignore[no-any-return]

@@ -91,7 +91,7 @@ def computed(
         if comm.check_every == "call":
             equal = {"rates": rates, "initial_state": initial}
             agreed.values = {f"a hash of {title}": int(element_hash(x)) for title, x in equal.items() if x is not None}
-    stamp = hash((plan, asked.scale, asked.normalize, asked.kernel.name, way, id(comm.stats), comm.rank))
+    stamp = hash((plan, str(asked.scale), asked.normalize, asked.kernel.name, way, id(comm.stats), comm.rank))
     check_repetition(name, comm, stamp, "plan, scale or travel", recorded=True in grads)
     side, passed, relaid = tables_of(plan, comm.rank, travel, asked.layer, asked.kernel, v.device)
     tag = Tag(agreed.digest, number, 0, 0, name)
