@@ -26,6 +26,7 @@ from seqpar.data.host import moved, placed, read_entries
 from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, READ, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, whole
+from seqpar.kernels.memory.copy import picked
 from seqpar.ops.core.collective_op import check_dense
 
 SHIFTS = ("row", "document", "none")
@@ -79,7 +80,7 @@ class Packed(NamedTuple):
         nodes = () if self.nodes is None else self.nodes[:2]
         for array in (self.lengths, self.home.kept, self.places, *nodes):
             h.update(b"-" if array is None else np.ascontiguousarray(array, "<i8").tobytes())
-        for name, x in self.tensors.items():
+        for name, x in sorted(self.tensors.items()):  # a collator may order them otherwise on each rank
             h.update(repr((name, x.dtype, list(x.shape))).encode())
             flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
             h.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"-")
@@ -178,4 +179,4 @@ def _with_tokens(rows: PackedRows, tensors: Mapping[str, Tensor]) -> dict[str, T
 def taken(tensors: Mapping[str, Tensor], rows: Ints) -> dict[str, Tensor]:
     """Some rows of tensors; their numbers go to a device once."""
     numbers = {device: placed([rows], device)[0] for device in {x.device for x in tensors.values()}}
-    return {name: x.index_select(0, numbers[x.device]) for name, x in tensors.items()}
+    return {name: picked(x, 0, numbers[x.device]) for name, x in tensors.items()}

@@ -14,6 +14,7 @@ Ranks and groups: inside a part of width w, routes number groups of w ranks. Gro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -157,7 +158,11 @@ class Derived(Fact):
         return Holders(piece.pick(kept), (rank[kept] // width).astype(np.int32), layout.total)
 
     def fetched(self, rank: int) -> Fetched:
-        """The keys that `seqpar.fetch` brings a rank: those that its own query rows see, at any width; cached."""
+        """The keys that `seqpar.fetch` brings a rank: those that its own query rows see, at any width; a copy."""
+        return deepcopy(self.fetch_table(rank))
+
+    def fetch_table(self, rank: int) -> Fetched:
+        """`fetched` as all calls share it; cached."""
         self._check_rank(rank)
         return self.memo(("fetched", rank), lambda: self._fetched(rank))
 
@@ -177,7 +182,7 @@ class Derived(Fact):
         row_bytes: of one row of the fetched tensor or tensors; in backward of those that require a gradient. Counts
         tensor contents, as `Comm.stats` does.
         """
-        return self.fetched(rank).sent(rank, backward=backward) * whole("row_bytes", row_bytes, 0)
+        return self.fetch_table(rank).sent(rank, backward=backward) * whole("row_bytes", row_bytes, 0)
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads; this bounds the stages of all ranks."""

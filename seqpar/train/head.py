@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqpar.comm.entry import refuse_transforms
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.autocast import autocast_dtype
+from seqpar.ops.core.autocast import autocast
 from seqpar.train.dtensor import is_dtensor
 
 CACHED = 1 << 16  # logits of the rows that a core computes at a time
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A head's arguments in the dtype of its products: autocast's where it is on, else that of the hidden states.
+    """A head's arguments in the dtype of its products: as autocast casts the hidden states, which leaves fp64 as it is.
 
     softcap: logits become ``softcap * tanh(logits / softcap)``. chunk: the number of rows in a chunk.
     """
@@ -53,7 +53,7 @@ class Head(NamedTuple):
         dtype: torch.dtype | None = None,
     ) -> Head:  # fmt: skip
         """The head; dtype: of its products, by default that of this moment."""
-        dtype = dtype or autocast_dtype(hidden.device.type) or hidden.dtype
+        dtype = dtype or autocast(hidden.new_empty(0)).dtype
         wide = acc_dtype(dtype)
         return cls(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(wide), softcap, chunk)
 
@@ -90,11 +90,16 @@ class Head(NamedTuple):
         """
         if grads.bias is not None:
             grads.bias.add_(dz.sum(0) if scale is None else scale @ dz)
-        h, dz = self.hidden[rows], dz.to(self.weight.dtype)
+        h, wide, dz = self.hidden[rows], dz, dz.to(self.weight.dtype)
         if grads.hidden is not None:
             torch.mm(dz, self.weight, out=grads.hidden[rows])
         if grads.weight is not None:
-            grads.weight.add_(dz.t() @ (h if scale is None else (h * scale[:, None]).to(h.dtype)))
+            h = h if scale is None else (h * scale[:, None]).to(h.dtype)
+            if h.dtype == torch.float16:  # whose largest number a sum over a chunk may exceed
+                of_weight = torch.mm(dz.t(), h, out_dtype=self.wide) if h.is_cuda else wide.t() @ h.to(self.wide)
+            else:
+                of_weight = dz.t() @ h
+            grads.weight.add_(of_weight)
 
 
 def blocks(z: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -64,7 +64,7 @@ def token_log_probs(
     hidden [T, E], weight [V, E], bias [V], labels [T] int64, already at the row that predicts them. The logits
     ``hidden @ weight.T + bias`` are capped as ``softcap * tanh(logits / softcap)``, then divided by `temperature`, and
     exist for `chunk` rows at a time. A bias of -inf rules a token out. Rows labelled `ignore_index` give 0 and have no
-    gradient. Products have autocast's dtype where it is on, else hidden's; results and sums are fp32 (fp64 for fp64).
+    gradient. Products have the dtype to which autocast casts hidden; results and sums are fp32 (fp64 for fp64).
 
     Differentiable in hidden, weight and bias; a weight that needs no gradient costs none. Results of a
     `seqpar.data.share` go home to each rank's own batch by `seqpar.data.back`.

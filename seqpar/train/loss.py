@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,7 +84,7 @@ def linear_cross_entropy(
     """`cross_entropy` of the logits ``hidden @ weight.T + bias``, computed in chunks of `chunk` rows.
 
     hidden [T, E], weight [V, E], bias [V], labels [T]. softcap: logits become ``softcap * tanh(logits / softcap)``.
-    Products have autocast's dtype where it is on, else hidden's; losses, and sums over chunks, are fp32 (fp64 for
+    Products have the dtype to which autocast casts hidden; losses, and sums over chunks, are fp32 (fp64 for
     fp64). Forward computes the gradients along with the loss, so nothing is computed twice: between the passes it keeps
     them, [T, E] and [V, E], instead of logits.
 
@@ -127,7 +128,7 @@ def _check_numbers(valid: int | Tensor, label_smoothing: float, z_loss: float, a
 def _is_count(valid: object) -> bool:
     """Whether it can be a number of labels; on a device only its dtype is checked, since a value would make it wait."""
     if not isinstance(valid, Tensor):
-        return isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
+        return isinstance(valid, (int, np.integer)) and not isinstance(valid, bool) and bool(valid >= 0)
     if valid.dim() or valid.dtype == torch.bool or valid.is_complex():
         return False
     return not valid.is_cpu or torch.compiler.is_compiling() or type(valid) is not Tensor or bool(valid >= 0)

@@ -16,7 +16,7 @@ class Mean:
 
         mean = seqpar.train.Mean()
         for share in batches:
-            mean.add(cross_entropy(model(...), share.labels, valid=share.valid), share.valid)
+            mean.add(cross_entropy(model(...), share.tensors["labels"], valid=share.valid), share.valid)
         loss = mean.result(comm)
     """
 

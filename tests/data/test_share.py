@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import seqpar
 from seqpar import Mask
 from seqpar.comm import Comm, LocalComm
 from seqpar.data import Share, back, share
@@ -215,3 +216,33 @@ def test_rows_go_to_the_device_that_is_asked_for() -> None:
 def test_without_a_planner_no_memory_is_too_small() -> None:
     ids = torch.zeros(1, 200_000, dtype=torch.int64)
     assert share({"input_ids": ids}, LocalComm()).plan.rows(0) == 200_000
+
+
+def test_a_replicated_batch_may_have_its_entries_in_any_order() -> None:
+    ids = torch.arange(12).view(2, 6)
+    orders = ({"input_ids": ids, "a": ids * 2, "b": ids * 3}, {"input_ids": ids, "b": ids * 3, "a": ids * 2})
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        return dict(share(orders[comm.rank], comm, source="replicated").tensors)
+
+    one, other = run_threads(2, rank)
+    whole = {name: torch.cat([x[name], y[name]]).sort().values for x, y in ((one, other),) for name in ("a", "b")}
+    assert torch.equal(whole["a"], (ids * 2).flatten()) and torch.equal(whole["b"], (ids * 3).flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("source", ["sharded", "replicated"])
+def test_columns_of_unsigned_integers(dtype: torch.dtype, source: str) -> None:
+    ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        batch = {"input_ids": ids, "attention_mask": mask, "speaker": ids.to(dtype)}
+        tensors = share(batch, comm, source=source).tensors
+        return tensors["input_ids"], tensors["speaker"]
+
+    for tokens, speakers in run_threads(2, rank):
+        assert speakers.dtype == dtype and torch.equal(speakers.long(), tokens.long())
+    plan = seqpar.Plan(seqpar.Mask([12]), seqpar.Layout.zigzag([12], 2))
+    rows = seqpar.shard(torch.arange(12).to(dtype), plan, 1)
+    assert rows.dtype == dtype and torch.equal(rows.long(), seqpar.shard(torch.arange(12), plan, 1))

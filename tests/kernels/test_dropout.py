@@ -5,6 +5,9 @@ The oracle is written here from the definition in numpy's unsigned integers, and
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar import Layout, Mask, Plan
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.kernels import dropout
 from seqpar.testing import run_threads
 
@@ -224,3 +227,21 @@ def test_positions_of_cross_attention_are_those_of_keys() -> None:
     at, keys = np.arange(TOKENS) + 15, np.arange(60)
     keep = kept(SEED, HEADS, at, keys, P) & (keys <= at[:, None])
     np.testing.assert_array_equal(gathered([out for out, _ in results], plan.layout), keep.transpose(1, 0, 2))
+
+
+def test_threads_of_other_seeds_share_a_steps_words() -> None:
+    """Each finds its own: a thread that takes out another one's would leave it without."""
+    plan = Plan(Mask([64]), Layout.contiguous(64, 1))
+    x = torch.randn(64, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def run(seed: int) -> torch.Tensor:
+        return seqpar.attention(x, x, x, plan, LocalComm(), dropout_p=0.5, dropout_seed=seed)
+
+    expected, before = [run(seed) for seed in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda n: torch.equal(run(n % 4), expected[n % 4]), range(800)))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(found)

@@ -348,3 +348,14 @@ def test_fetch_is_a_proper_op() -> None:
     plan, comm = Plan(Mask([5, 9]), Layout([list(range(13, -1, -1))])), LocalComm()
     x, handle = torch.randn(14, 3, dtype=torch.float64, requires_grad=True), seqpar.bind(plan, comm)
     opcheck(torch.ops.seqpar.fetch, ([x], [handle], 14, [True]))
+
+
+def test_what_a_kernel_writes_to_is_its_own() -> None:
+    plan = Plan(Mask([7, 9]), Layout.zigzag([7, 9], 2))
+    want = plan.fetched(1)
+    mine = plan.fetched(1)
+    for array in (mine.positions, mine.at, *(x for band in mine.bands for x in band)):
+        array += 5
+    again = plan.fetched(1)
+    assert np.array_equal(again.seen(), want.seen()) and np.array_equal(again.positions, want.positions)
+    assert not np.array_equal(mine.positions, want.positions)

@@ -236,7 +236,11 @@ BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
     "softcap": (lambda a: a | {"softcap": -1.0}, ValueError, "softcap must be .*got -1.0"),
     "softcap nan": (lambda a: a | {"softcap": math.nan}, ValueError, "softcap must be .*got nan"),
     "softcap inf": (lambda a: a | {"softcap": math.inf}, ValueError, "softcap must be .*got inf"),
-    "scale": (lambda a: a | {"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+    "scale": (
+        lambda a: a | {"scale": math.inf},
+        ValueError,
+        "scale must be finite in the precision of scores, got inf",
+    ),
     "no seed": (lambda a: a | {"dropout_p": 0.1}, ValueError, "dropout_p=0.1 needs a dropout_seed"),
     "p": (lambda a: a | {"dropout_p": 1.0, "dropout_seed": 0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
     "negative p": (lambda a: a | {"dropout_p": -0.1, "dropout_seed": 0}, ValueError, "dropout_p must be"),
@@ -306,6 +310,15 @@ def assert_refused(results: list[tuple[str, str, int, bool]], name: str, culprit
         else:
             assert kind == "ValueError", (kind, text)
             assert f"attention: rank {culprits[0]} refused its arguments" in text
+
+
+@pytest.mark.parametrize("option, value", [("softcap", 1e-50), ("softcap", 1e39), ("scale", -1e39)])
+def test_numbers_beyond_the_precision_of_scores(option: str, value: float) -> None:
+    """A kernel would take a softcap that rounds to 0 for none."""
+    x, plan = torch.randn(6, 2, 4), Plan(Mask([6]), Layout.contiguous(6, 1))
+    with pytest.raises(ValueError, match=f"{option} must be finite .*got {re.escape(str(value))} for torch.float32"):
+        seqpar.attention(x, x, x, plan, LocalComm(), **{option: value})
+    assert seqpar.attention(x.double(), x.double(), x.double(), plan, LocalComm(), **{option: value}).shape == x.shape
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -284,3 +284,15 @@ def test_a_region_under_autocast(run: Run) -> None:
 
     got, expected = (gradients(low, region) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@BOTH
+@pytest.mark.parametrize("first, again", [(-1.0, -2.0), (-1, -2), (0, 2**61 - 1)])
+def test_options_of_one_hash_in_python_are_told_apart(run: Run, first: float, again: float) -> None:
+    """Python's hashes of -1 and -2 are the same, and those of integers that differ by 2^61 - 1."""
+    kinds = {float: lambda x: {"scale": x}, int: lambda x: {"dropout_p": 0.5, "dropout_seed": x}}
+    comm, now = LocalComm(), kinds[type(first)](first)
+    out = run(lambda x: attend(x, PLANS[0], comm, **now), rows())
+    now = kinds[type(again)](again)
+    with pytest.raises(RuntimeError, match="was recomputed under another"):
+        out.sum().backward()

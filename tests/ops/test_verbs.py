@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import seqpar
-from seqpar.comm import Comm, shm
+from seqpar.comm import Comm, PeerError, shm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops.core.handles import handles
@@ -375,6 +375,29 @@ def test_a_tangent_is_refused_and_not_lost(verb) -> None:
             seqpar.switch(x, comm, split_dim=0, concat_dim=1)
         else:
             seqpar.relayout(x, comm, src=layout, dst=layout)
+
+
+def tangent_on_a_rank(comm: Comm, batches: Tensor) -> list[str]:
+    """What a rank's three calls come to; rank 0 gives a tangent to the second, and goes on."""
+    plan, found = Plan(Mask([8]), Layout.contiguous(8, comm.size)), []
+    for number, x in enumerate(batches):
+        q = seqpar.shard(x, plan, comm.rank)
+        try:
+            with forward_ad.dual_level():
+                given = forward_ad.make_dual(q, torch.ones_like(q)) if (number, comm.rank) == (1, 0) else q
+                out = seqpar.attention(given, q, q, plan, comm)
+            expected = seqpar.shard(dense_attention(x, x, x, Mask([8]))[0], plan, comm.rank)
+            found.append("right" if torch.allclose(out, expected) else "wrong")
+        except (NotImplementedError, ValueError, PeerError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_tangent_on_one_rank_lets_no_other_meet_its_next_call() -> None:
+    batches = torch.randn(3, 8, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    first, second = run_processes(2, tangent_on_a_rank, batches)
+    assert first[:2] == ["right", "NotImplementedError"] and "wrong" not in first + second
+    assert second[0] == "right" and second[1] in ("ValueError", "PeerError")
 
 
 @pytest.mark.parametrize("option", ["none", "alibi_slopes", "sinks", "dropout_p"])

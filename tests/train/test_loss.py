@@ -117,6 +117,43 @@ def test_low_precision_errs_no_more_than_torch_does(dtype: torch.dtype, autocast
         assert relative_rms(got, reference) <= 1.5 * relative_rms(other, reference) + least
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk", [64, 1024])
+def test_sums_over_a_chunk_may_exceed_the_largest_half(chunk: int, autocast: bool) -> None:
+    """As where most rows have one label: their gradients add up before they are divided by the rows."""
+    g, rows = torch.Generator().manual_seed(0), 1024
+    hidden = torch.full((rows, 16), 100.0) + torch.rand(rows, 16, generator=g)
+    weight, labels = torch.rand(32, 16, generator=g) / 100, torch.arange(rows) % 7 // 6
+    leaves = [x.to(torch.float32 if autocast else torch.float16).requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    (expected,) = grads(F.cross_entropy(exact[0] @ exact[1].t(), labels), exact[1])
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        loss = linear_cross_entropy(*leaves, labels, valid=rows, chunk=chunk)
+        scored = -token_log_probs(*leaves, labels, chunk=chunk).mean()
+    for ours in (loss, scored):
+        (got,) = grads(ours, leaves[1])
+        assert relative_rms(got, expected) < 2e-3
+
+
+def test_double_precision_stays_under_autocast() -> None:
+    """As in one device's `F.linear`."""
+    hidden, weight, _, labels = given()
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    expected = F.cross_entropy(F.linear(*leaves), labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(*leaves, labels, valid=int((labels != IGNORED).sum()), chunk=7)
+        scored = token_log_probs(*leaves, labels, chunk=7, ignore_index=IGNORED)
+    assert found.dtype == scored.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(-scored.sum() / (labels != IGNORED).sum(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [np.int64(4), np.int32(4)])
+def test_labels_are_counted_by_integers_of_numpy_too(count: Any) -> None:
+    logits, labels = torch.randn(4, 8), torch.arange(4)
+    assert torch.equal(cross_entropy(logits, labels, valid=count), cross_entropy(logits, labels, valid=4))
+
+
 def test_the_logits_never_exist_as_a_whole() -> None:
     """By what the operators of both passes make, not by what an allocator reports."""
     rows, vocabulary, chunk = 256, 64, 16

@@ -109,6 +109,12 @@ def _as_one(first: Pair, count: int, steps: tuple[int, int]) -> Pair:
     return Pair(dst, src)
 
 
+def picked(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Some rows of a tensor along a dim, of any dtype."""
+    bits = _INDEXED_AS.get(x.dtype)
+    return x.index_select(dim, index) if bits is None else x.view(bits).index_select(dim, index).view(x.dtype)
+
+
 def cast(pair: Pair) -> None:
     """``dst[dst_rows] = src[src_rows]``, in the dtype of dst."""
     if _on_triton(pair):

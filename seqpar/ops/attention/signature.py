@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Literal, NamedTuple
@@ -17,6 +17,7 @@ from seqpar.plan import Plan
 
 Accuracy = Literal["exact", "fast"]
 ACCURACIES = ("exact", "fast")
+SINGLE = torch.finfo(torch.float32)
 ROUND = 128  # programs choose lengths that are multiples of it, and those of data rarely are
 
 
@@ -135,10 +136,15 @@ def signature_of(
         softcap, dropout_p = float(options.softcap), float(options.dropout_p)
     except (TypeError, ValueError):
         raise _no_number(options) from None
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
+    # scores are computed in single precision, or in double precision of fp64
+    least, most = (0.0, sys.float_info.max) if q.dtype is torch.float64 else (SINGLE.tiny, SINGLE.max)
+    if not abs(scale) <= most:
+        raise ValueError(f"scale must be finite in the precision of scores, got {scale} for {q.dtype}")
+    if not (0 <= softcap <= most) or 0 < softcap < least:
+        raise ValueError(
+            "softcap must be finite and at least 0, and neither too large nor too small for the precision of scores, "
+            f"got {softcap} for {q.dtype}"
+        )
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if dropout_p and options.dropout_seed is None:

@@ -98,7 +98,7 @@ def _check_tensors(xs: Sequence[object], rows: int, rank: int) -> None:
 
 
 def _moves(plan: Plan, rank: int) -> Moves:
-    fetched = plan.fetched(rank)
+    fetched = plan.fetch_table(rank)
     return Moves(fetched.sends, fetched.recvs, plan.rows(rank, "kv"), fetched.positions.size, copied=True)
 
 

@@ -16,6 +16,7 @@ from seqpar.comm.entry import uncompiled
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
+from seqpar.kernels.memory.copy import picked
 from seqpar.kernels.memory.upload import upload
 from seqpar.ops.core.agreement import (
     abort_on_error,
@@ -175,7 +176,7 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
         key = "positions", rank, stream_of(x.device)
         with torch._C._DisableFuncTorch():  # a layout must not keep what a transform wraps either
             taken = layout.memo(key, lambda: row_numbers([layout.positions(rank)], x.device)[0])
-    y = x.index_select(dim, taken)
+    y = picked(x, dim, taken)
     if pads := rows - len(taken):
         shape = list(y.shape)
         shape[dim] = pads

@@ -29,7 +29,7 @@ from seqpar.ops.recurrent.call import LinearCall, tables_of, way_of_layer
 from seqpar.ops.recurrent.checks import most_threads
 from seqpar.ops.recurrent.pipeline import StatePipeline
 from seqpar.ops.recurrent.relaid import Relaid
-from seqpar.ops.recurrent.rows import runs
+from seqpar.ops.recurrent.rows import rank_runs
 from seqpar.plan import Plan
 from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.travel import LAYER_WAYS, check_travel
@@ -45,7 +45,7 @@ class States(NamedTuple):
     def of(cls, name: str, values: Sequence[Any], states: Tensor) -> States:
         """The states that a verb returns to a rank."""
         plan, comm = plan_and_comm(name, values)
-        own = runs(plan, comm.rank)
+        own = rank_runs(plan, comm.rank)
         return cls(own.documents[own.closes].tolist(), states)
 
 

@@ -33,7 +33,7 @@ from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.ahead import note
 from seqpar.ops.recurrent.recompute import gradients
 from seqpar.ops.recurrent.relaid import Relaid
-from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, runs
+from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, rank_runs
 from seqpar.plan import Plan
 from seqpar.plan.runs import check_unbranched
 from seqpar.plan.travel import HALO_WAYS, TravelWay, check_travel, halo_way
@@ -91,7 +91,7 @@ class Laid(Memo):
 
     @classmethod
     def _of(cls, plan: Plan, rank: int, reach: int) -> Laid:
-        own = runs(plan, rank)
+        own = rank_runs(plan, rank)
         numbers, tokens = np.arange(own.counts.size), own.positions.size
         local = np.arange(tokens) + reach * (1 + np.repeat(numbers, own.counts))
         halo = (own.starts[:-1] + reach * numbers)[:, None] + np.arange(reach)

@@ -14,7 +14,7 @@ from seqpar.facts.value import Ints, Memo
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.move.relayout import row_numbers
-from seqpar.ops.recurrent.rows import runs
+from seqpar.ops.recurrent.rows import rank_runs
 from seqpar.plan import Plan
 from seqpar.plan.steps import Rows, as_rows
 
@@ -42,7 +42,7 @@ class LocalRuns(Memo):
 
     @classmethod
     def _of(cls, plan: Plan, rank: int) -> LocalRuns:
-        own = runs(plan, rank)
+        own = rank_runs(plan, rank)
         exported = np.flatnonzero(~own.closes)
         order = own.local(own.positions)
         in_order = order.size == plan.rows(rank) and (order == np.arange(order.size)).all()

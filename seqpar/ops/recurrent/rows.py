@@ -13,6 +13,7 @@ Both are linear, so the backward is the transposed move: gradients go back to th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,12 @@ def document_runs(plan: Plan) -> DocumentRuns:
 
 
 def runs(plan: Plan, rank: int) -> RankRuns:
-    """A rank's document runs: maximal stretches of consecutive positions of one document, in position order; cached."""
+    """A rank's document runs: maximal stretches of consecutive positions of one document, in position order; a copy."""
+    return deepcopy(rank_runs(plan, rank))
+
+
+def rank_runs(plan: Plan, rank: int) -> RankRuns:
+    """`runs` as all calls share them; cached."""
     make = lambda: RankRuns.of(document_runs(plan), plan.layout.positions(rank), rank)  # noqa: E731
     return plan.memo(("document runs", rank), make)  # type: ignore[no-any-return]
 
@@ -78,7 +84,7 @@ class RowMap(Memo):
 
     @classmethod
     def _of(cls, plan: Plan, rank: int, what: str, reach: int) -> RowMap:
-        table, own, paths = document_runs(plan), runs(plan, rank), plan.mask.paths
+        table, own, paths = document_runs(plan), rank_runs(plan, rank), plan.mask.paths
         requests = table.rows_before(reach) if paths is None else table.rows_above(paths, reach)
         arrived, moves = moves_of(requests, rank, plan.rows(rank), own.local)
         begin, end = table.offsets[own.documents], table.offsets[own.documents + 1]

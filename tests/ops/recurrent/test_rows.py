@@ -302,3 +302,12 @@ def test_errors_name_the_verb(verb) -> None:
     ):
         verb(forward_ad.make_dual(x, x), plan, LocalComm())
     assert str(error.value).startswith(getattr(verb, "func", verb).__name__)
+
+
+def test_runs_that_a_layer_writes_to_are_its_own() -> None:
+    plan = Plan(Mask([5, 6]), Layout.striped(11, 2))
+    want, mine = recurrent.runs(plan, 0), recurrent.runs(plan, 0)
+    for array in (mine.positions, mine.counts, mine.documents, mine.numbers):
+        array += 1 << 40
+    again = recurrent.runs(plan, 0)
+    assert np.array_equal(again.positions, want.positions) and np.array_equal(again.counts, want.counts)
