@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.facts.value import is_integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.collective_op import refuse_double_backward
 from seqpar.train.head import (
@@ -128,7 +128,7 @@ def _check_numbers(valid: int | Tensor, label_smoothing: float, z_loss: float, a
 def _is_count(valid: object) -> bool:
     """Whether it can be a number of labels; on a device only its dtype is checked, since a value would make it wait."""
     if not isinstance(valid, Tensor):
-        return isinstance(valid, (int, np.integer)) and not isinstance(valid, bool) and bool(valid >= 0)
+        return is_integer(valid) and bool(valid >= 0)  # type: ignore[operator]
     if valid.dim() or valid.dtype == torch.bool or valid.is_complex():
         return False
     return not valid.is_cpu or torch.compiler.is_compiling() or type(valid) is not Tensor or bool(valid >= 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar import Layout, Mask, Plan
-from seqpar.comm import Comm, LocalComm
+from seqpar.comm import Comm
+from seqpar.facts.value import Memo
 from seqpar.kernels import dropout
 from seqpar.testing import run_threads
 
@@ -229,19 +231,21 @@ def test_positions_of_cross_attention_are_those_of_keys() -> None:
     np.testing.assert_array_equal(gathered([out for out, _ in results], plan.layout), keep.transpose(1, 0, 2))
 
 
-def test_threads_of_other_seeds_share_a_steps_words() -> None:
+def test_threads_of_other_seeds_share_a_steps_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each finds its own: a thread that takes out another one's would leave it without."""
-    plan = Plan(Mask([64]), Layout.contiguous(64, 1))
-    x = torch.randn(64, 1, 8, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(dropout, "words", lambda queries, keys, heads, seed: seed)
+    facts: Any = Memo()
+    facts.pos = facts.key_pos = None
+    facts._memo = {}
 
-    def run(seed: int) -> torch.Tensor:
-        return seqpar.attention(x, x, x, plan, LocalComm(), dropout_p=0.5, dropout_seed=seed)
+    def found(thread: int) -> bool:
+        seeds = [thread + 4 * (n % 2) for n in range(20_000)]
+        return all(dropout.step_words(facts, range(2), seed) == seed for seed in seeds)
 
-    expected, before = [run(seed) for seed in range(4)], sys.getswitchinterval()
+    before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda n: torch.equal(run(n % 4), expected[n % 4]), range(800)))
+            assert all(pool.map(found, range(4)))
     finally:
         sys.setswitchinterval(before)
-    assert all(found)
