@@ -9,10 +9,12 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm import PeerError
 from seqpar.comm.base import ProcessChannel, ProcessComm
+from seqpar.comm.failure import RootCause
 from seqpar.comm.protocol import Stats, Tag, Work
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ class CountingWorld:
         self.rounds: Counter[int] = Counter()
         self._queues: dict[tuple[int, int], SimpleQueue[Any]] = {}
         self.cause: tuple[int, str] | None = None
-        self.said: set[str] = set()
+        self.store = dist.HashStore()
 
     def queue(self, sender: int, receiver: int) -> SimpleQueue[Any]:
         """The messages from one rank to another."""
@@ -90,7 +92,7 @@ class _Channel(ProcessChannel):
     def __init__(self, world: CountingWorld, rank: int) -> None:
         self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
         self.owner: Any = SimpleNamespace(check=lambda: None)
-        self.root_cause: Any = self
+        self.root_cause = RootCause(world.store, "root cause", rank)
 
     @property
     def cause(self) -> tuple[int, str] | None:

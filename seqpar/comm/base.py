@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqpar.comm.entry import ThreadEntry, enters, uncompiled
 from seqpar.comm.failure import RootCause
-from seqpar.comm.header import AGREEING, describe, hash63
+from seqpar.comm.header import AGREEING, Header, describe, hash63
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import (
     DEAD,
@@ -72,6 +72,14 @@ class ProcessChannel(Channel):
         self.owner.check()
         if self.cause is not None:
             raise self.error(doing)
+
+    def refused(self, rank: int, header: Header) -> str:
+        """Why a rank refused the call in whose agreement it is, by the header; "" if it did not."""
+        return self.root_cause.refusal(_agreement(header.scope, header.call), rank) if header.phase == AGREEING else ""
+
+
+def _agreement(scope: int, call: int) -> str:
+    return f"{scope:x}/{call}"
 
 
 # the forms of a collective's first message
@@ -191,6 +199,8 @@ class ProcessComm(CommBase[P]):
         self.check()
         claim, _, error = Contribution.of(what, facts, error)
         tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (comparing arguments)")
+        if claim.error is not None:
+            self._channel.root_cause.note_refusal(_agreement(self._scope_id, tag.call), claim.error)
         if self.size > DIRECT:
             if self._double(hash63((AGREES, claim)), 0 if error is None else REFUSED, tag) == 0:
                 return
@@ -263,7 +273,7 @@ class ProcessComm(CommBase[P]):
         reason = self._channel.cause[1] if self._channel.cause else ""
         if "waited" not in reason:
             return error
-        here = self._channel.root_cause.roll_call(f"{self._scope_id:x}/{tag.call}", self._ranks)
+        here = self._channel.root_cause.roll_call(_agreement(self._scope_id, tag.call), self._ranks)
         silent = [rank for rank in self._ranks if rank not in here]
         if not silent:
             return error

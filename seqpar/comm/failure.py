@@ -53,6 +53,16 @@ class RootCause:
 
         return self._patiently(listen) or {self._rank}
 
+    def note_refusal(self, agreement: str, why: str) -> None:
+        """Write why this rank refuses a call, before it sends word of it: others may not compare that call."""
+        self._patiently(lambda: self._store.set(f"{self._key}/refused/{agreement}/{self._rank}", why))
+
+    def refusal(self, agreement: str, rank: int) -> str:
+        """Why a rank refused a call, or ""."""
+        key = f"{self._key}/refused/{agreement}/{rank}"
+        found = self._patiently(lambda: bytes(self._store.get(key)) if self._store.check([key]) else b"")
+        return (found or b"").decode()
+
     def _poll(self, deadline: float) -> bytes | None:
         while not self._store.check([self._key]):
             if time.monotonic() >= deadline:

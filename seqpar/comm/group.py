@@ -337,7 +337,8 @@ class _GlooWork(WorkBase[GroupChannel]):
         if header != message.expected:
             sent, expected = Header(*WORDS.unpack(header)), Header(*WORDS.unpack(message.expected))
             doing = f"in {describe(self._tag)}"
-            channel.fail(f"{doing}: {mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls)}")
+            why = mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls, channel.refused)
+            channel.fail(f"{doing}: {why}")
             raise channel.error(f"{doing}, receiving from rank {peer}")
         at += HEADER_BYTES
         for x in message.beside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -59,11 +59,21 @@ def _signature(tensors: tuple[tuple[torch.dtype, torch.Size], ...]) -> int:
     return hash63([(dtype, tuple(shape)) for dtype, shape in tensors])
 
 
-def mismatch(sender: int, sent: Header, receiver: int, expected: Header, own: Tag, before: Iterable[Tag]) -> str:
+def mismatch(
+    sender: int, sent: Header, receiver: int, expected: Header, own: Tag, before: Iterable[Tag],
+    refused: Callable[[int, Header], str] = lambda rank, header: "",
+) -> str:  # fmt: skip
     """The reason for an error: `sender` and `receiver` have different headers.
 
-    own, before: this rank's exchange and those it posted before; a header of the same verb is named like them.
+    own, before: this rank's exchange and those it posted before; a header of the same verb is named like them. refused:
+    returns why a rank refused the call of a header, or "".
     """
+    for rank, header in ((sender, sent), (receiver, expected)):
+        if why := refused(rank, header):
+            return (
+                f"rank {rank} refused its arguments: {why}{DEAD}, since ranks had agreed on such a call before; give "
+                'what it expects, or a comm with check="call", which lives on'
+            )
     names = {(tag.digest, tag.phase): tag.name for tag in before if tag.phase >= 0}
 
     def words(header: Header) -> str:

@@ -53,7 +53,7 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 def identity_of(modules: Iterable[nn.Module]) -> int:
-    """A hash of which modules a model has: another one after one was put in, taken out or replaced."""
+    """A hash of the modules that a model has: another one after one was put in, taken out or replaced."""
     return hash(tuple(map(_number, modules)))
 
 

@@ -212,7 +212,8 @@ class ShmChannel(ProcessChannel):
     def _fail_to_meet(self, peer: int, message: _ShmMessage) -> None:
         expected = Header(*self.ops.shm_offered(self.end, peer)[:-1])
         sent, doing = Header(*message.words[:-1]), f"in {message.progress.name}"
-        self.fail(f"{doing}: {mismatch(self.rank, sent, peer, expected, message.progress.tag, self.calls)}")
+        why = mismatch(self.rank, sent, peer, expected, message.progress.tag, self.calls, self.refused)
+        self.fail(f"{doing}: {why}")
         raise self.error(f"{doing}, sending to rank {peer}")
 
     def finish(self, progress: _MessagesLeft) -> None:
