@@ -35,7 +35,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
-from seqpar.integrations.hf.rotary import lengthy
+from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
@@ -170,7 +170,8 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
             base, reasons = fitting(model.base_model, part=True), []
             with _precise(model), torch.no_grad(), implementation(model, "eager"), as_written(model):
-                head = tried(model)
+                with forgotten(lengthy(model)):
+                    head = tried(model)
             if isinstance(head, AtHome):
                 return base._replace(at_home=head, result="logits", shift="none")
             reasons.append(head)

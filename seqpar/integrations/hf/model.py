@@ -71,7 +71,7 @@ from seqpar.integrations.hf.request import (
     parameters,
     too_few,
 )
-from seqpar.integrations.hf.rotary import length_of, lengthy, turn
+from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.unlisted import sees_places, unlisted
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
@@ -165,7 +165,8 @@ class ParallelTransformer(ParallelModel):
                 self.fit = fitting(model)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
-                    "in_place": in_place, **numerics._asdict(),
+                    "in_place": in_place, "lengths that rotary embeddings have met": lengths_kept(lengthy(model)),
+                    **numerics._asdict(),
                 }  # fmt: skip
         except BaseException:
             self._undone.close()
@@ -246,8 +247,12 @@ class ParallelTransformer(ParallelModel):
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, the model is as before, on this rank alone."""
-        with super().local(), implementation(self.text, self._before if self._before != KEY else "eager"):
+        """Inside, the model is as before, on this rank alone.
+
+        Rotary embeddings forget afterwards what lengths they met inside, as other ranks have not met them.
+        """
+        attention = self._before if self._before != KEY else "eager"
+        with super().local(), implementation(self.text, attention), forgotten(self._rotaries):
             yield
 
     def _install(self) -> None:

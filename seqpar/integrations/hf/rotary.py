@@ -2,12 +2,14 @@
 
 ``dynamic`` and ``longrope`` of transformers choose their frequencies by the largest of the positions that they are
 given. Ranks tell each other how long their batches are, and each embedding gets one position more than its rows: the
-longest. Its angles are dropped again.
+longest. Its angles are dropped again. ``dynamic`` also keeps the largest length that it has met. What one rank computes
+alone must leave no trace in it, or ranks would turn the next batch by different angles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,9 +30,38 @@ def lengthy(model: nn.Module) -> list[nn.Module]:
 
 def _kinds(module: nn.Module) -> list[Any]:
     kind = getattr(module, "rope_type", None)
-    if kind is None or not any(name.endswith("inv_freq") for name in module._buffers):
+    if kind is None or not _frequencies(module):
         return []
     return list(kind.values()) if isinstance(kind, Mapping) else [kind]
+
+
+def lengths_kept(rotaries: Sequence[nn.Module]) -> list[dict[str, int]]:
+    """The largest lengths that rotary embeddings have met, by the name of the attribute. Waits for the device."""
+    return [{name: int(length) for name, length in _lengths(rotary).items()} for rotary in rotaries]
+
+
+@contextmanager
+def forgotten(rotaries: Sequence[nn.Module]) -> Iterator[None]:
+    """A block whose forwards leave the lengths and frequencies of rotary embeddings as they were."""
+    kept = [(rotary, _lengths(rotary), _frequencies(rotary)) for rotary in rotaries]
+    try:
+        yield
+    finally:
+        for rotary, lengths, frequencies in kept:
+            for name in _lengths(rotary).keys() - lengths.keys():
+                delattr(rotary, name)
+            vars(rotary).update(lengths)
+            for name, now in _frequencies(rotary).items():
+                rotary._buffers[name] = frequencies[name].to(now)  # the model may have moved
+
+
+def _lengths(rotary: nn.Module) -> dict[str, Any]:
+    return {name: length for name, length in vars(rotary).items() if name.endswith("max_seq_len_cached")}
+
+
+def _frequencies(rotary: nn.Module) -> dict[str, Tensor]:
+    """The buffers of frequencies. ``dynamic`` puts others in their place and never writes to them."""
+    return {name: x for name, x in rotary._buffers.items() if x is not None and name.endswith("inv_freq")}
 
 
 def length_of(batch: Mapping[str, Any]) -> int:

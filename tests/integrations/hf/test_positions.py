@@ -146,6 +146,83 @@ def test_a_long_batch_then_short_ones(name: str) -> None:
     check([(0.0, grads) for _, grads in found], (0.0, wholes[-1][1]), 1e-9)
 
 
+PER_LAYER = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+GEMMA = {"rope_parameters": PER_LAYER, "max_position_embeddings": 8}
+ALONE = {name: ROTARY[name] for name in ("llama dynamic", "phi3 longrope")} | {
+    "gemma3 dynamic": Architecture("gemma3_text", "dense", GEMMA)
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_lengths_that_one_rank_met_alone_are_forgotten(name: str) -> None:
+    """Longer ones, shorter ones, in blocks inside of others, in ones that end in an error, and of a generation."""
+    model = build(ALONE[name])
+    steps = [[packed(torch.Generator().manual_seed(i), [n, 3]) for n in lengths]
+             for i, lengths in enumerate([(9, 12), (20, 6), (10, 13)])]  # fmt: skip
+    long, short = (packed(torch.Generator().manual_seed(9), [n])["input_ids"] for n in (40, 3))
+
+    def alone(own: Any, handle: Any) -> None:
+        with handle.local(), torch.no_grad():
+            own(input_ids=long)
+            with handle.local():
+                own(input_ids=short)
+        with pytest.raises(ZeroDivisionError), handle.local(), torch.no_grad():
+            own(input_ids=long)
+            raise ZeroDivisionError
+        own.generate(input_ids=long, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+    def rank(comm: Comm) -> Any:
+        own, losses = copy.deepcopy(model), []
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=contiguous) as handle:
+            for every in steps:
+                if comm.rank == 0:
+                    alone(own, handle)
+                losses.append(own(**every[comm.rank]).loss)
+            sum(losses).backward()
+        return [float(x.detach()) for x in losses], gradients(own)
+
+    whole = copy.deepcopy(model)
+    wholes = [one(whole, every, torch.float64, kept=True) for every in steps]
+    found = run_threads(2, rank)
+    for step, (loss, _) in enumerate(wholes):
+        assert [each[0][step] for each in found] == pytest.approx([loss] * 2, rel=1e-9)
+    check([(0.0, grads) for _, grads in found], (0.0, wholes[-1][1]), 1e-9)
+
+
+def test_inside_local_lengths_grow_as_on_one_device() -> None:
+    model = build(ALONE["llama dynamic"], torch.float32).eval()
+    long, after = (packed(torch.Generator().manual_seed(n), [n])["input_ids"] for n in (40, 12))
+    whole = copy.deepcopy(model)
+    with torch.no_grad(), seqpar.parallelize(model, LocalComm()) as handle:
+        expected = [whole(input_ids=ids).logits for ids in (after, long, after)]
+        with handle.local():
+            found = [model(input_ids=ids).logits for ids in (after, long, after)]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert torch.allclose(model(input_ids=after).logits, expected[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected[0], expected[2], rtol=1e-2)
+
+
+def test_ranks_that_met_other_lengths_before_are_refused() -> None:
+    models = [build(ALONE["llama dynamic"], torch.float32) for _ in range(2)]
+    with torch.no_grad():
+        models[0](input_ids=packed(torch.Generator().manual_seed(0), [40])["input_ids"])
+
+    def rank(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="ranks differ in lengths that rotary embeddings have met"):
+            seqpar.parallelize(models[comm.rank], comm)
+
+    run_threads(2, rank)
+
+
+def test_a_trial_of_a_head_leaves_lengths_as_they_were() -> None:
+    row = ALONE["llama dynamic"]
+    model = build(row._replace(head="ForSequenceClassification"), torch.float32)
+    with torch.no_grad():
+        model(input_ids=packed(torch.Generator().manual_seed(0), [40])["input_ids"])
+    with seqpar.parallelize(model, LocalComm()):
+        assert int(model.model.rotary_emb.max_seq_len_cached) == 40
+
+
 def test_a_rotary_embedding_by_itself_is_told_what_it_lacks() -> None:
     model = build(ROTARY["phi3 longrope"], torch.float32)
     at = torch.arange(5)[None]
