@@ -67,6 +67,35 @@ def test_masked_tokens_are_the_padding_token_for_a_head_that_looks_for_it() -> N
         assert is_right(model, FLIPPED)
 
 
+def embedded(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch with embeddings in place of its tokens."""
+    rows = model.get_input_embeddings()(batch["input_ids"]).detach()
+    return {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": rows}
+
+
+def test_embeddings_are_padded_on_the_left_for_a_head_that_reads_the_last_place() -> None:
+    model = made("llama")
+    right, left = embedded(model, FLIPPED), embedded(model, BATCH)
+    with seqpar.parallelize(model, LocalComm()):
+        with advised(NotImplementedError, "pad on the left, or give input_ids"):
+            model(**right)
+        assert is_right(model, left) and is_right(model, FLIPPED)
+
+
+def test_a_head_that_reads_the_last_token_gets_a_padding_token() -> None:
+    model = made("llama", pad_token_id=None)
+    with advised(NotImplementedError, "set pad_token_id in its config"):
+        seqpar.parallelize(model, LocalComm())
+    model.config.pad_token_id = KEPT[id(model)].config.pad_token_id = 0
+    with seqpar.parallelize(model, LocalComm()):
+        assert is_right(model, FLIPPED)
+        model.config.pad_token_id = None
+        with advised(NotImplementedError, "set pad_token_id in its config"):
+            model(**FLIPPED)
+        model.config.pad_token_id = 0
+        assert is_right(model, FLIPPED)
+
+
 def test_a_number_of_items_is_left_out_where_a_head_divides_by_it() -> None:
     model = made("zamba2")
     with seqpar.parallelize(model, LocalComm()):

@@ -30,7 +30,7 @@ from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, Noted, called_by, forward, implementation, padding_of, planned
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, hiding, mixing_layers
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
-from seqpar.integrations.hf.heads import POOLER, AtHome, pad_of, pools, tried
+from seqpar.integrations.hf.heads import POOLER, AtHome, has_pad, pad_of, pools, tried
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
@@ -169,14 +169,24 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
             return fit
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
             base, reasons = fitting(model.base_model, part=True), []
-            with _precise(model), torch.no_grad(), implementation(model, "eager"), as_written(model):
-                with forgotten(lengthy(model)):
-                    head = tried(model)
+            head = _head_tried(model)
             if isinstance(head, AtHome):
                 return base._replace(at_home=head, result="logits", shift="none")
             reasons.append(head)
     why = f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}"
     raise NotImplementedError(why + _remedy(model, reasons, part=part))
+
+
+def _head_tried(model: PreTrainedModel) -> AtHome | str:
+    """The findings on a head that pools; or why it cannot run at home."""
+    with (
+        _precise(model), torch.no_grad(), implementation(model, "eager"), as_written(model),
+        forgotten(lengthy(model)),
+    ):  # fmt: skip
+        try:
+            return tried(model)
+        except Exception as error:
+            return f"trying its head on several rows failed: {type(error).__name__}: {str(error).rstrip('.')}"
 
 
 def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
@@ -190,6 +200,8 @@ def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
         return "; make it with add_pooling_layer=False"
     if reasons[0].startswith(ALONE):
         return ""
+    if "padding token" in reasons[0] and not has_pad(model):
+        return "; set pad_token_id in its config"
     if any(isinstance(module, BATCHES) for module in model.modules()):
         return ""  # whose result depends on the sequences that a rank has
     return "; train it with data parallelism, whole sequences on each rank"

@@ -33,13 +33,14 @@ class AtHome(NamedTuple):
     """The findings on a head that runs at home.
 
     loss: why its loss cannot be shared, or "". left: whether it reads padding on the left. masked: whether it reads
-    tokens that attention_mask leaves out if they are not the padding token. counted: whether its loss is the same with
-    num_items_in_batch.
+    tokens that attention_mask leaves out if they are not the padding token. last: whether it reads padding on the right
+    of inputs_embeds, where it sees no padding tokens. counted: whether its loss is the same with num_items_in_batch.
     """
 
     loss: str = ""
     left: bool = False
     masked: bool = False
+    last: bool = False
     counted: bool = True
 
 
@@ -65,11 +66,12 @@ def tried(model: PreTrainedModel) -> AtHome | str:
         at = slice(row, row + 1)
         if not _close(_run(model, input_ids=padded[at], attention_mask=right[at]).logits, every[at]):
             return "its head depends on other rows of the batch"
-    if _reads(model, padded, right):
+    if _reads(model, right, input_ids=padded):
         return "its head reads padding"
     return AtHome(
-        _loss(model, padded, right), _reads(model, ids.where(left.bool(), pad), left), _reads(model, ids, right),
-        not _loss(model, padded, right, num_items_in_batch=1000),
+        _loss(model, padded, right), left=_reads(model, left, input_ids=ids.where(left.bool(), pad)),
+        masked=_reads(model, right, input_ids=ids), last=_reads_last(model, padded, right),
+        counted=not _loss(model, padded, right, num_items_in_batch=1000),
     )  # fmt: skip
 
 
@@ -92,10 +94,14 @@ def pooled_of(model: nn.Module, hidden: Tensor) -> Tensor:
     return pooler(hidden)  # type: ignore[no-any-return]
 
 
+def has_pad(model: PreTrainedModel) -> bool:
+    """Whether the config of a model has a padding token."""
+    return getattr(model.config.get_text_config(), "pad_token_id", None) is not None
+
+
 def pad_of(model: PreTrainedModel) -> int:
     """The padding token; 0 for a model without one."""
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return 0 if pad is None else int(pad)
+    return int(model.config.get_text_config().pad_token_id) if has_pad(model) else 0
 
 
 class HeadCall:
@@ -132,6 +138,11 @@ class HeadCall:
         if self.labels is not None and self.items is not None and not fit.counted:
             return NotImplementedError(
                 f"num_items_in_batch for {who}: its loss is not a mean over rows then; leave it out"
+            )
+        if fit.masked and not has_pad(self.model):
+            return NotImplementedError(
+                f"{who}, whose pad_token_id was removed after parallelize: its head reads the last place of a row; set "
+                "pad_token_id in its config"
             )
         if reason := misread(fit, self.model, mask, arguments.get("input_ids")):
             return NotImplementedError(f"attention_mask for {who}: {reason}")
@@ -171,12 +182,17 @@ def ranks_outside(model: PreTrainedModel, comm: Comm) -> str:
 
 def misread(fit: AtHome, model: PreTrainedModel, mask: Tensor | None, ids: Tensor | None) -> str:
     """Why a head would read padding of a batch, or "". Waits for the device if there is a mask."""
-    if mask is None or mask.dim() != 2 or not (fit.left or fit.masked):
+    if mask is None or mask.dim() != 2 or not (fit.left or fit.masked or fit.last):
         return ""
     keep = mask.bool()
     keep = keep[keep.any(1)]  # a row without a token is of no sequence
     if fit.left and not keep[:, :1].all():
         return "its head reads the first token of a row, which is padding; pad on the right"
+    if fit.last and ids is None and not keep[:, -1:].all():
+        return (
+            "its head reads the last place of a row of inputs_embeds, which is padding; pad on the left, or give "
+            "input_ids"
+        )
     if fit.masked and ids is not None and ((ids != pad_of(model)) & ~mask.bool())[mask.bool().any(1)].any():
         return (
             f"its head reads the last token that is not {pad_of(model)}, the padding token, and attention_mask leaves "
@@ -244,11 +260,19 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, **more: Any) -> str
     return f"its loss is not one of {', '.join(some)}, which failed: {type(errors[0]).__name__}: {errors[0]}"
 
 
-def _reads(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> bool:
-    """Whether logits change with the base model's rows that the mask leaves out."""
+def _reads(model: PreTrainedModel, mask: Tensor, **given: Tensor) -> bool:
+    """Whether logits change with the base model's rows that the mask leaves out. given: tokens or embeddings."""
     with _changed(model, mask):
-        other = _run(model, input_ids=ids, attention_mask=mask).logits
-    return not _close(other, _run(model, input_ids=ids, attention_mask=mask).logits)
+        other = _run(model, attention_mask=mask, **given).logits
+    return not _close(other, _run(model, attention_mask=mask, **given).logits)
+
+
+def _reads_last(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> bool:
+    """Whether a head reads padding of embeddings, or that is not known as the model takes none."""
+    try:
+        return _reads(model, mask, inputs_embeds=model.get_input_embeddings()(ids))
+    except Exception:
+        return True
 
 
 @contextmanager

@@ -261,6 +261,44 @@ def test_batches_are_refused_on_every_rank(name: str) -> None:
     assert isinstance(second, kind) and message in str(second) and "rank 1" in str(first), (first, second)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+def test_embeddings_padded_on_the_right_are_refused_on_every_rank(kind: str) -> None:
+    model = model_of((kind, SINGLE), torch.float32)
+    embeds, mask = torch.randn(3, 6, 32), (torch.arange(6) < torch.tensor([[6], [4], [6]])).long()
+
+    def rank(comm: Comm) -> str:
+        own, given = copy.deepcopy(model), mask if comm.rank else torch.ones_like(mask)
+        with seqpar.parallelize(own, comm), pytest.raises((NotImplementedError, ValueError)) as raised:
+            own(inputs_embeds=embeds, attention_mask=given)
+        return str(raised.value)
+
+    assert all("the last place of a row of inputs_embeds, which is padding" in said for said in run_threads(2, rank))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "modernbert mean"])
+def test_embeddings_are_padded_where_a_head_does_not_read(kind: str) -> None:
+    """On the left of a last token, and on the right of the first one or of a mean over the tokens."""
+    model = model_of(FAMILIES[kind]).eval()
+    every = batches("left" if kind == "llama" else "right", 2)
+    given = [{"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach(),
+              "attention_mask": batch["attention_mask"]} for batch in every]  # fmt: skip
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        with islands(torch.float64), torch.no_grad(), seqpar.parallelize(own, comm, plan=contiguous):
+            return own(**given[comm.rank]).logits
+
+    for logits, batch in zip(run_threads(2, rank), given, strict=True):
+        with islands(torch.float64), torch.no_grad():
+            torch.testing.assert_close(logits, model(**batch).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_a_head_without_a_padding_token_is_refused_by_name() -> None:
+    model = model_of(("llama", SINGLE | {"pad_token_id": None}), torch.float32)
+    with pytest.raises(NotImplementedError, match="LlamaFor.* its head .*: Cannot handle batch sizes > 1"):
+        seqpar.parallelize(model, LocalComm())
+
+
 def test_a_loss_over_pairs_of_rows_is_left_to_its_owner() -> None:
     model = model_of(FAMILIES["qwen3 reward"], torch.float32)
     model.loss_function = lambda **named: named["pooled_logits"].std()
