@@ -1,20 +1,22 @@
 """Adapters of peft on a parallel model: which of them act on all ranks alike, and which its forward cannot compute.
 
 peft's own forwards wrap the model that is parallel. What they hand to layers about the rows of a rank's batch would
-meet rows of all ranks' documents, and what they add to the loss would count once for each rank.
+meet rows of all ranks' documents, and what they add to the loss would count once for each rank. Layers that act when
+the model becomes parallel are part of its trial; of those that come later only the kinds below are known.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 ADAPTED = (("peft.tuners.tuners_utils", "BaseTunerLayer"), ("peft.utils.other", "AuxiliaryTrainingWrapper"))
-# Keywords of the hooks by which peft tells layers about rows of the batch, and why these cannot be told.
+# Values in the hooks by which peft tells layers about rows of the batch, and why these cannot be told.
 BY_ROW = {
     "alora_offsets": (
         "aLoRA begins at a token of each row, and a rank's rows are of all documents; leave alora_invocation_tokens out"
@@ -23,7 +25,30 @@ BY_ROW = {
         "adapter_names chooses an adapter for each row, and a rank's rows are of all documents; call set_adapter on "
         "every rank"
     ),
+    "scalings": "X-LoRA scales adapters for each token of a rank's batch, and a rank's rows are of all documents",
+    "task_ids": "Poly chooses weights by task_ids for each row of a batch, and a rank's rows are of all documents",
 }
+SHADOW = "Shadow adds what a second model makes of a rank's batch, and a rank's rows are of all documents"
+# Kinds of adapters in the config of a PeftModel, and why they cannot be computed.
+KINDS = {
+    "PREFIX_TUNING": (
+        "prefix tuning gives each row keys of a cache, and a rank's rows are of all documents; take another adapter, "
+        "such as PromptTuningConfig"
+    ),
+    "CPT": (
+        "CPT computes its loss from the logits of a rank's rows, which are of all documents, so it trains with data "
+        "parallelism only"
+    ),
+    "XLORA": BY_ROW["scalings"],
+    "POLY": BY_ROW["task_ids"],
+    "SHADOW": SHADOW,
+}
+# Packages of peft.tuners whose layers compute each row by itself; layers of others are tried with the model.
+BY_ITSELF = {
+    "adalora", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora", "gralora", "hira",
+    "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "osf", "peanut", "psoft", "pvera", "randlora",
+    "road", "shira", "supertuning", "tinylora", "trainable_tokens", "unilora", "vblora", "vera", "waveft",
+}  # fmt: skip
 
 
 def unwrapped(wrapper: Any) -> nn.Module:
@@ -39,16 +64,8 @@ def unwrapped(wrapper: Any) -> nn.Module:
             "call parallelize(model, comm) first, and then get_peft_model"
         )
     kinds = [str(config.peft_type) for config in wrapper.peft_config.values()] if within else []
-    if any("PREFIX_TUNING" in kind for kind in kinds):
-        raise NotImplementedError(
-            f"parallelize({type(wrapper).__name__}): prefix tuning gives each row keys of a cache, and a rank's rows "
-            "are of all documents; take another adapter, such as PromptTuningConfig"
-        )
-    if any("CPT" in kind for kind in kinds):
-        raise NotImplementedError(
-            f"parallelize({type(wrapper).__name__}): CPT computes its loss from the logits of a rank's rows, which are "
-            "of all documents, so it trains with data parallelism only"
-        )
+    if reason := next((reason for kind, reason in KINDS.items() if any(kind in each for each in kinds)), ""):
+        raise NotImplementedError(f"parallelize({type(wrapper).__name__}): {reason}")
     return model
 
 
@@ -58,14 +75,31 @@ def adapted(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, kinds)] if kinds else []
 
 
-def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], *, loss: bool) -> str:
-    """Why a forward cannot compute these layers of a model, and what to do, or "". loss: whether it has labels."""
-    for layer in layers:
-        for hook in layer._forward_pre_hooks.values():
-            said = hook.keywords if isinstance(hook, partial) else {}
-            for name, reason in BY_ROW.items():
-                if said.get(name) is not None:
-                    return reason
+def acting(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of the layers whose adapters are neither disabled nor merged into the weights."""
+    return [x for x in layers if not (getattr(x, "disable_adapters", False) or getattr(x, "merged", False))]
+
+
+def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collection[nn.Module], *, loss: bool) -> str:
+    """Why a forward cannot compute these layers of a model, and what to do, or "".
+
+    tried: layers that acted when the model became parallel. loss: whether the forward has labels.
+    """
+    for layer in layers:  # those of X-LoRA take hooks while they are disabled too
+        for name, reason in BY_ROW.items():
+            if any(_value_in(hook, name) is not None for hook in layer._forward_pre_hooks.values()):
+                return reason
+    for layer in acting(layers):
+        method = _method_of(layer)
+        if method == "shadow":
+            return SHADOW
+        if method and method not in BY_ITSELF and layer not in tried:
+            return (
+                f"{type(layer).__qualname__} of peft's {method} came after parallelize, and nothing has tried whether "
+                "it mixes a rank's rows; add it before seqpar.parallelize"
+            )
+        if layer.training and torch.is_grad_enabled() and _averages_rows(layer):
+            return "VeLoRA projects inputs on the mean over the rows of a rank; set init_type='random' in VeloraConfig"
     for config in getattr(model, "peft_config", {}).values() if loss else ():
         if getattr(config, "orth_reg_weight", 0):
             return (
@@ -74,6 +108,25 @@ def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], *, loss: bool)
                 "add it divided by comm.size"
             )
     return ""
+
+
+def _value_in(hook: Any, name: str) -> Any:
+    """The value of this name that a hook of peft holds, as a partial or in its closure; or None."""
+    if isinstance(hook, partial):
+        return hook.keywords.get(name)
+    names = hook.__code__.co_freevars if getattr(hook, "__module__", "").startswith("peft.") else ()
+    return hook.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+def _method_of(layer: nn.Module) -> str:
+    """The package of peft.tuners that has a layer's class; "" for a layer without adapters of its own."""
+    modules = (kind.__module__.split(".") for kind in type(layer).__mro__)
+    return next((names[2] for names in modules if names[:2] == ["peft", "tuners"] and len(names) > 3), "")
+
+
+def _averages_rows(layer: Any) -> bool:
+    kinds = getattr(layer, "lora_velora_init_type", {})
+    return any(kinds.get(name, "random") != "random" for name in layer.active_adapters) if kinds else False
 
 
 def acting_adapters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:

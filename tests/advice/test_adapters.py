@@ -122,6 +122,33 @@ def test_prompts_of_embeddings_are_taken_instead_of_prefixes_of_keys() -> None:
         assert torch.allclose(model(**BATCH).loss, alone)
 
 
+def test_layers_of_another_kind_come_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqpar.integrations.adapters.BY_ITSELF", set())
+    model = build("llama")
+    with seqpar.parallelize(model, LocalComm()):
+        model = peft.get_peft_model(model, peft.LoraConfig(**LAYERS))
+        with advised(NotImplementedError, "add it before seqpar.parallelize"):
+            model(**BATCH)
+    alone = model(**BATCH).loss
+    with seqpar.parallelize(model, LocalComm()):
+        assert torch.allclose(model(**BATCH).loss, alone)
+
+
+def test_projections_are_drawn_instead_of_means_over_rows() -> None:
+    def config(kind: str) -> Any:
+        return peft.LoraConfig(**LAYERS, velora_config=peft.VeloraConfig(num_groups=4, init_type=kind))
+
+    with (
+        seqpar.parallelize(model := adapted(config("batch_average")), LocalComm()),
+        advised(NotImplementedError, "set init_type='random' in VeloraConfig"),
+    ):
+        model(**BATCH)
+    model = adapted(config("random"))
+    alone = model(**BATCH).loss
+    with seqpar.parallelize(model, LocalComm()):
+        assert torch.allclose(model(**BATCH).loss, alone)
+
+
 def test_prompts_that_take_logits_are_refused() -> None:
     config = peft.CPTConfig(
         task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 4]

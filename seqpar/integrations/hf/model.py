@@ -30,7 +30,7 @@ from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
-from seqpar.integrations.adapters import acting_adapters, adapted, unfit_adapters
+from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
@@ -174,6 +174,7 @@ class ParallelTransformer(ParallelModel):
         for module, number in numbered(model, self.fit.callers, self.fit.calls).items():
             self._undone.enter_context(replaced(module, {LAYER: number}))
         self._afterwards = Afterwards(model, self._name, self.fit.calls)
+        self._tried = frozenset(acting(adapted(model)))
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
         self._outputs = Outputs(model, comm, self.fit, average_over, self.returned, self._afterwards)
         self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
@@ -435,7 +436,7 @@ class ParallelTransformer(ParallelModel):
         labels = any(name in arguments for name in LABELS)
         head, layers = self._head, adapted(self.model)
         labelled = labels or (head is not None and head.labels is not None)
-        if error is None and (unfit := unfit_adapters(self.model, layers, loss=labelled)):
+        if error is None and (unfit := unfit_adapters(self.model, layers, self._tried, loss=labelled)):
             error = NotImplementedError(f"{type(module).__name__}: {unfit}")
         hidden_states, items = arguments.get("output_hidden_states"), arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
