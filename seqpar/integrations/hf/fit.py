@@ -59,6 +59,7 @@ ROWS = [9, 2, 3, 12, 4]  # rows of the second run, by number
 PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
 POOLED, NO_ROWS = "it also returns pooler_output", "none with a row for every token"
+EMPTY = "it has no parameters"
 ALONE = f"its forward of {TOKENS} input_ids fails on one process too"
 NO_MASK = "no layer asked transformers.masking_utils for a mask"
 # Modules that look at other tokens, or at the batch, by design.
@@ -112,7 +113,7 @@ def text_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def refusals(model: PreTrainedModel) -> list[str]:
     """Reasons in a model's class, config and modules against computing it row by row."""
-    reasons = []
+    reasons = [] if next(model.parameters(), None) is not None else [EMPTY]
     if model.main_input_name != "input_ids":
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
     if type(model).__name__.endswith("ForMultipleChoice"):
@@ -198,7 +199,7 @@ def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
     pooling = not part and "add_pooling_layer" in inspect.signature(type(model)).parameters
     if pooling and len(reasons) == 1 and POOLED in reasons[0]:
         return "; make it with add_pooling_layer=False"
-    if reasons[0].startswith(ALONE):
+    if reasons[0].startswith(ALONE) or EMPTY in reasons:
         return ""
     if "padding token" in reasons[0] and not has_pad(model):
         return "; set pad_token_id in its config"
