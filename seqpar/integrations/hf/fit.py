@@ -30,9 +30,9 @@ from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.attention import Forward, Noted, called_by, forward, implementation, padding_of, planned
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, hiding, mixing_layers
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
-from seqpar.integrations.hf.heads import POOLER, AtHome, has_pad, pad_of, pools, tried
+from seqpar.integrations.hf.heads import POOLER, AtHome, has_pad, pools, tried
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.positions import counting_of
+from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import forgotten, lengthy
@@ -277,7 +277,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     shift, loss = _loss(probe, whole, ids, labels, at)
     by_items = not loss and _by_items(model, ids, labels, at)
     head, softcap = _head(probe, whole, hidden)
-    counting = counting_of(lambda tokens, **given: probe(tokens, **given)[result], probe.close, ids, pad_of(model))
+    counting = counting_of(lambda tokens, **given: probe(tokens, **given)[result], probe.close, ids, counted_pad(model))
     routers = ""
     if can_ask(model):
         with without_hooks(model):

@@ -48,12 +48,12 @@ from seqpar.integrations.hf.attention import (
 from seqpar.integrations.hf.config import ASKED
 from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of
 from seqpar.integrations.hf.generation import generators
-from seqpar.integrations.hf.heads import AtHome, HeadCall, pad_of
+from seqpar.integrations.hf.heads import AtHome, HeadCall
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
 from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.positions import COUNTED, counted, counts
+from seqpar.integrations.hf.positions import COUNTED, counted, counted_pad, counts
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, mix, mixers, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.request import (
@@ -174,6 +174,7 @@ class ParallelTransformer(ParallelModel):
         for module, number in numbered(model, self.fit.callers, self.fit.calls).items():
             self._undone.enter_context(replaced(module, {LAYER: number}))
         self._afterwards = Afterwards(model, self._name, self.fit.calls)
+        self._pad = counted_pad(model)
         self._tried = frozenset(acting(adapted(model)))
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
         self._outputs = Outputs(model, comm, self.fit, average_over, self.returned, self._afterwards)
@@ -444,7 +445,7 @@ class ParallelTransformer(ParallelModel):
         if error is None:
             try:
                 if counts(self.fit.counting, batch):
-                    batch[COUNTED] = counted(self.fit.counting, batch, pad_of(self.model))
+                    batch[COUNTED] = counted(self.fit.counting, batch, self._pad)
                 if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
                     error = NotImplementedError(f"a batch for {type(module).__name__}: {reason}")
                 given = items if head is None else head.items

@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from seqpar.data.rows import MASK, POSITIONS, STARTS
+from seqpar.integrations.hf.heads import pad_of
 
 COLUMNS, BY_TOKENS, BY_WORDS = "columns", "tokens", "words"
 COUNTED = "counted_positions"  # an entry of a batch: positions that do not say where documents begin
@@ -29,10 +31,20 @@ def counts(counting: str, batch: Mapping[str, Any]) -> bool:
     )  # fmt: skip
 
 
+def counted_pad(model: PreTrainedModel) -> int:
+    """The padding token by which a model counts words: its modules have it from when they were built.
+
+    A config that changed since has another one.
+    """
+    owners = [*(m for m in model.modules() if not isinstance(m, nn.Embedding)), model.get_input_embeddings()]
+    own = (getattr(module, "padding_idx", None) for module in owners)
+    return next((pad for pad in own if isinstance(pad, int)), pad_of(model))
+
+
 def counted(counting: str, batch: Mapping[str, Any], pad: int) -> Tensor:
     """The positions [B, S] that a model counts for the rows of a batch, each document by itself.
 
-    pad: the padding token.
+    pad: the padding token, as of `counted_pad`.
     """
     lead = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
     if counting == BY_WORDS:

@@ -83,6 +83,41 @@ def test_tokens_that_are_padding_inside_a_row() -> None:
     check(run_threads(2, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64, pad=1), 1e-9)
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta"])
+def test_another_padding_token_in_the_config_is_not_counted(name: str, after: bool) -> None:
+    """The embeddings go on with the one that they were built with, on one process too."""
+    model, every = build(COUNTING[name]), given(COUNTING[name], "right", 2)
+    ids = every[0]["input_ids"]
+    ids[0, 3] = 5
+    whole = copy.deepcopy(model)
+    whole.config.pad_token_id = 5
+
+    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        own = copy.deepcopy(model)
+        if not after:
+            own.config.pad_token_id = 5
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=contiguous):
+            own.config.pad_token_id = 5
+            loss = own(**every[comm.rank]).loss
+            loss.backward()
+        return float(loss.detach()), gradients(own)
+
+    pad = COUNTING[name].config.get("pad_token_id", 0)
+    check(run_threads(2, rank), one(whole, every, torch.float64, pad=pad), 1e-9)
+
+
+def test_embeddings_that_were_replaced_count_as_before() -> None:
+    """As `resize_token_embeddings` replaces them: the new ones may have no padding token."""
+    model, every = build(COUNTING["roberta"]), given(COUNTING["roberta"], "right", 2)
+    words = model.get_input_embeddings()
+    model.set_input_embeddings(torch.nn.Embedding(*words.weight.shape, _weight=words.weight.data))
+    model.tie_weights()
+    model.config.pad_token_id = 5
+    every[0]["input_ids"][0, 3] = 5
+    check(run_threads(2, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64, pad=1), 1e-9)
+
+
 def test_holes() -> None:
     """OPT counts the tokens that are kept."""
     row = COUNTING["opt"]

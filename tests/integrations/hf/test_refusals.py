@@ -124,7 +124,7 @@ def opt() -> PreTrainedModel:
 
 MEETS = "tokens meet outside its attention"
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "a base class": (made("BartPretrainedModel", "BartConfig", **SMALL), "BartPretrainedModel .* it has no parameters$"),
+    "a base class": (made("BartPretrainedModel", "BartConfig", **SMALL), "BartPretrained.* it has no parameters$"),
     "RWKV": (made("RwkvForCausalLM", "RwkvConfig", vocab_size=61, hidden_size=32, num_hidden_layers=2),
         "carries a state"),
     "xLSTM": (
