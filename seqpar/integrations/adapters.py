@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ def _value_in(hook: Any, name: str) -> Any:
     """The value of this name that a hook of peft holds, as a partial or in its closure; or None."""
     if isinstance(hook, partial):
         return hook.keywords.get(name)
-    names = hook.__code__.co_freevars if getattr(hook, "__module__", "").startswith("peft.") else ()
+    of_peft = isinstance(hook, FunctionType) and hook.__module__.startswith("peft.")
+    names = hook.__code__.co_freevars if of_peft else ()
     return hook.__closure__[names.index(name)].cell_contents if name in names else None
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-import seqpar
-from seqpar import Comm, GroupComm, Layout, LocalComm, Mask, PeerComm, Plan, ShmComm, native
-from seqpar.comm import PeerError, shm
+from seqpar import Comm, GroupComm, LocalComm, PeerComm, ShmComm, native
+from seqpar.comm import PeerError
 from seqpar.comm.peer import cuda
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import all_sum
@@ -49,35 +48,6 @@ def test_a_comm_is_made_anew_in_another_process() -> None:
     with advised(TypeError, "make another seqpar.{} there"):
         pickle.dumps(LocalComm())
     assert run_processes(2, works) == [True, True], "each process has made its own"
-
-
-def refused_later(comm: Comm, culprit: int, check: str) -> list[str]:
-    """What a rank's three calls come to; in the second one, of a kind that ranks have compared, one rank goes wrong."""
-    own, found = type(comm)(timeout=20.0, check=check), []
-    plan, x = Plan(Mask([8]), Layout.contiguous(8, comm.size)), torch.ones(8 // comm.size, 2, 4)
-    for number in range(3):
-        k = x.half() if (number, comm.rank) == (1, culprit) else x
-        try:
-            out = seqpar.attention(x, k, x, plan, own)
-            found.append("right" if torch.equal(out, x) else "wrong")
-        except (ValueError, PeerError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
-def test_a_wrong_argument_of_a_known_call_is_named_before_and_after_it_is_compared(kind: str, culprit: int) -> None:
-    if kind == "shm" and shm.missing():
-        pytest.skip(shm.missing())
-    for rank, said in enumerate(run_processes(2, refused_later, culprit, "batch", comm=kind)):
-        assert said[0] == "right" and "q, k, v must have one dtype, got torch.float32, torch.float16" in said[1]
-        with advised(PeerError, 'give what it expects, or a comm with check="call", which lives on'):
-            raise PeerError(said[2])
-        assert said[1].startswith("ValueError: q, k" if rank == culprit else "PeerError: ")
-        assert f"rank {culprit} refused its arguments" in said[2]
-    for said in run_processes(2, refused_later, culprit, "call", comm=kind):
-        assert said[0] == said[2] == "right" and "q, k, v must have one dtype" in said[1], "it lives on"
 
 
 def absent(comm: Comm) -> bool:

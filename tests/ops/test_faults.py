@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import seqpar
-from seqpar.comm import Comm, PeerError
+from seqpar.comm import Comm, PeerError, shm
 from seqpar.data import prefetch
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
@@ -285,3 +285,31 @@ def leaves_early(comm: Comm, verb: str) -> str:
 @pytest.mark.parametrize("verb", ["unshard", "switch", "relayout"])
 def test_a_rank_that_leaves_between_verbs_is_named_by_those_that_wait(verb) -> None:
     assert run_threads(3, leaves_early, verb)[1] == "left"
+
+
+def refused_later(comm: Comm, culprit: int, check: str) -> list[str]:
+    """What a rank's three calls come to; in the second one, of a kind that ranks have compared, one rank goes wrong."""
+    own, found = type(comm)(timeout=20.0, check=check), []
+    plan, x = Plan(Mask([8]), Layout.contiguous(8, comm.size)), torch.ones(8 // comm.size, 2, 4)
+    for number in range(3):
+        k = x.half() if (number, comm.rank) == (1, culprit) else x
+        try:
+            out = seqpar.attention(x, k, x, plan, own)
+            found.append("right" if torch.equal(out, x) else "wrong")
+        except (ValueError, PeerError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_wrong_argument_of_a_known_call_is_named_before_and_after_it_is_compared(kind: str, culprit: int) -> None:
+    if kind == "shm" and shm.missing():
+        pytest.skip(shm.missing())
+    for rank, said in enumerate(run_processes(2, refused_later, culprit, "batch", comm=kind)):
+        assert said[0] == "right" and "q, k, v must have one dtype, got torch.float32, torch.float16" in said[1]
+        assert said[1].startswith("ValueError: q, k" if rank == culprit else "PeerError: ")
+        assert f"rank {culprit} refused its arguments" in said[2]
+        assert said[2].endswith('give what it expects, or a comm with check="call", which lives on')
+    for said in run_processes(2, refused_later, culprit, "call", comm=kind):
+        assert said[0] == said[2] == "right" and "q, k, v must have one dtype" in said[1], "it lives on"
