@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from functools import partial
-from types import FunctionType
+from functools import lru_cache, partial
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -64,10 +64,32 @@ def unwrapped(wrapper: Any) -> nn.Module:
             f"parallelize({type(wrapper).__name__}): an adaption prompt keeps the forward that its model had before; "
             "call parallelize(model, comm) first, and then get_peft_model"
         )
-    kinds = [str(config.peft_type) for config in wrapper.peft_config.values()] if within else []
-    if reason := next((reason for kind, reason in KINDS.items() if any(kind in each for each in kinds)), ""):
+    if reason := _unfit_kind(*wrapper.peft_config.values()) if within else "":
         raise NotImplementedError(f"parallelize({type(wrapper).__name__}): {reason}")
     return model
+
+
+def unfit_wrapper() -> str:
+    """Why the forward of a PeftModel that this thread is in cannot be computed, or "": it may have come later."""
+    loaded = sys.modules.get("peft.peft_model")
+    frame: FrameType | None = None if loaded is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _forwards_of(loaded.PeftModel):  # type: ignore[union-attr]
+            return _unfit_kind(frame.f_locals["self"].active_peft_config)
+        frame = frame.f_back
+    return ""
+
+
+@lru_cache(1)
+def _forwards_of(kind: Any) -> frozenset[CodeType]:
+    forwards = [each.__dict__.get("forward") for each in (kind, *kind.__subclasses__())]
+    return frozenset(forward.__code__ for forward in forwards if isinstance(forward, FunctionType))
+
+
+def _unfit_kind(*configs: Any) -> str:
+    """Why adapters of these configs cannot be computed, or ""."""
+    kinds = [str(config.peft_type) for config in configs]
+    return next((reason for kind, reason in KINDS.items() if any(kind in each for each in kinds)), "")
 
 
 def adapted(model: nn.Module) -> list[nn.Module]:

@@ -149,14 +149,17 @@ def test_projections_are_drawn_instead_of_means_over_rows() -> None:
         assert torch.allclose(model(**BATCH).loss, alone)
 
 
-def test_prompts_that_take_logits_are_refused() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_prompts_that_take_logits_are_refused(late: bool) -> None:
     config = peft.CPTConfig(
         task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 4]
     )
-    with pytest.raises(
-        NotImplementedError, match="CPT computes its loss from the logits of a rank's rows.*data parallelism"
-    ):
-        seqpar.parallelize(peft.get_peft_model(build("llama"), config), LocalComm())
+    model, said = build("llama"), "CPT computes its loss from the logits of a rank's rows.*data parallelism"
+    if late:
+        seqpar.parallelize(model, LocalComm())
+    with pytest.raises(NotImplementedError, match=said):
+        wrapped = peft.get_peft_model(model, config)
+        wrapped(**BATCH) if late else seqpar.parallelize(wrapped, LocalComm())
 
 
 def masked_model(**more: Any) -> tuple[transformers.PreTrainedModel, Tensor]:

@@ -30,7 +30,7 @@ from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
-from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters
+from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import (
@@ -437,7 +437,8 @@ class ParallelTransformer(ParallelModel):
         labels = any(name in arguments for name in LABELS)
         head, layers = self._head, adapted(self.model)
         labelled = labels or (head is not None and head.labels is not None)
-        if error is None and (unfit := unfit_adapters(self.model, layers, self._tried, loss=labelled)):
+        unfit = unfit_wrapper() or unfit_adapters(self.model, layers, self._tried, loss=labelled)
+        if error is None and unfit:
             error = NotImplementedError(f"{type(module).__name__}: {unfit}")
         hidden_states, items = arguments.get("output_hidden_states"), arguments.get("num_items_in_batch")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
