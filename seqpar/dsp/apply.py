@@ -25,7 +25,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.code import autocast_dtypes, code_of
-from seqpar.nn.fingerprint import COMPARED, hashed, leaves, ordered, weights_of
+from seqpar.nn.fingerprint import COMPARED, hashed, leaves, weights_of
 from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
@@ -261,7 +261,7 @@ class Parallelized(ParallelModel):
             state.follow(shape, plan, first=(shape, state.kind) not in seen.shapes)
             if state.draws is not None and state.draws.drew and self.check_inputs:
                 with agreement("random numbers before the first stage", self.comm, every=True) as call:
-                    call.facts = {f"the input of {name}": ordered(x)}
+                    call.facts = {f"the input of {name}": hashed(x)}
         run = state.next(name, self.spec.exit)
         if state.training:
             if not hasattr(storage, SEEN):
@@ -336,7 +336,7 @@ class Parallelized(ParallelModel):
         return tuple([code.written for code in codes.every]), kind if few else "one of many"
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
-        return tuple(x.shape), x.dtype, x.requires_grad, ordered(x) if self.check_inputs else None
+        return tuple(x.shape), x.dtype, x.requires_grad, hashed(x) if self.check_inputs else None
 
     def _check_changes(self, named: Named, seen: _Seen) -> None:
         """Raise for modules changed since, for active dropout, and for hooks that see a share."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 # differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.
 COMPARED = frozenset({0, 1, 2, 4, 8, 16})
 SPREAD = 0x1E3779B97F4A7C15  # spreads numbers over all bits
+CHUNK = 1 << 20  # elements that are looked at together, so that little memory is needed beside a large tensor
+SUMS = 32  # of a `sketch`
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,8 +38,8 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def fingerprint(value: object) -> object:
-    """Equal for equal values, almost never for others: a tensor's shape, dtype and `ordered`, or the value's repr."""
-    return (tuple(value.shape), value.dtype, ordered(value)) if isinstance(value, Tensor) else repr(value)
+    """Equal for equal values, almost never for others: a tensor's shape, dtype and `hashed`, or the value's repr."""
+    return (tuple(value.shape), value.dtype, hashed(value)) if isinstance(value, Tensor) else repr(value)
 
 
 def weights_of(model: nn.Module, *, buffers: bool = True) -> int:
@@ -45,26 +47,47 @@ def weights_of(model: nn.Module, *, buffers: bool = True) -> int:
 
     Not taken from the state dict: reading that makes fully_shard drop the weights that a forward needs.
     """
-    return sum(map(hashed, (*model.parameters(), *(model.buffers() if buffers else ()))))
+    found = 0
+    for x in (*model.parameters(), *(model.buffers() if buffers else ())):
+        found = (found * SPREAD + hashed(x)) % (1 << 64)
+    return found
 
 
 def hashed(x: object) -> int:
-    """A fingerprint of 64 bits; tensors of other elements almost never collide. 0 for an empty tensor or a DTensor."""
+    """A fingerprint of 64 bits; other elements, or the same in another order, almost never have it.
+
+    0 for an empty tensor or a DTensor.
+    """
     if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
         return 0
-    bits = _bits(x)
-    # one that combines bits by exclusive or does not tell equal elements, as of new norms and biases, from others
-    return int(torch.hash_tensor(bits).view(torch.int64) ^ (bits.sum(dtype=torch.int64) * SPREAD))  # type: ignore[attr-defined]
+    bits = _bits(x).reshape(-1)  # type: ignore[arg-type]
+    factors = _random(0, min(CHUNK, len(bits)), bits.device) | 1  # odd, so that any change of one element counts
+    found = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(CHUNK):
+        found = found * SPREAD + (chunk.long() * factors[: len(chunk)]).sum()
+    return int(found)
 
 
-def ordered(x: Tensor) -> int:
-    """`hashed`, with the places of elements: the same elements in another order have another fingerprint."""
-    if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:
-        return 0
-    bits = _bits(x).reshape(-1).long()
-    places = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
-    # odd factors, spread over all bits; the sum wraps
-    return int((bits * (places * SPREAD)).sum())
+def sketch(x: Tensor) -> list[float]:
+    """A tensor's sum of squares, and `SUMS` sums of its elements with random signs.
+
+    The squared differences of these sums between two tensors add up to the squared norm of the tensors' difference, on
+    average over signs, and nearly so for most.
+    """
+    x = x.detach().reshape(-1)
+    sums = torch.zeros(1 + SUMS, dtype=torch.float64, device=x.device)
+    for n, chunk in enumerate(x.split(CHUNK)):
+        wide = torch.nn.functional.pad(chunk.double(), (0, -len(chunk) % SUMS))
+        signs = 1 - 2 * (_random(n * CHUNK, len(wide), x.device) < 0)
+        sums[0] += wide.square().sum()
+        sums[1:] += (wide * signs).view(-1, SUMS).sum(0)
+    return sums.tolist()  # type: ignore[no-any-return]
+
+
+def _random(first: int, count: int, device: torch.device) -> Tensor:
+    """Pseudo-random integers of 64 bits for places from the first one on, the same on every device."""
+    x = torch.arange(first + 1, first + 1 + count, device=device) * SPREAD
+    return (x ^ (x >> 32)) * SPREAD
 
 
 def _bits(x: Tensor) -> Tensor:

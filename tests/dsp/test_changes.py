@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import parallelize
-from seqpar.nn.fingerprint import hashed, leaves, ordered
+from seqpar.nn.fingerprint import hashed, leaves, weights_of
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import (
@@ -259,9 +259,9 @@ def test_other_values_are_told_apart() -> None:
         torch.complex64,
     ):
         y = (10 * x).abs().to(dtype)
-        assert ordered(y) == ordered(y.clone()) == ordered(y.T.contiguous().T)
-        assert len({ordered(y), ordered(y.flip(0)), ordered(y.flip(1)), ordered(y + 1)}) == 4
-    assert ordered(torch.ones(4, dtype=torch.bool)) != ordered(torch.zeros(4, dtype=torch.bool))
+        assert hashed(y) == hashed(y.clone()) == hashed(y.T.contiguous().T)
+        assert len({hashed(y), hashed(y.flip(0)), hashed(y.flip(1)), hashed(y + 1)}) == 4
+    assert hashed(torch.ones(4, dtype=torch.bool)) != hashed(torch.zeros(4, dtype=torch.bool))
 
 
 def test_tensors_of_one_value_have_fingerprints_of_their_own() -> None:
@@ -272,6 +272,16 @@ def test_tensors_of_one_value_have_fingerprints_of_their_own() -> None:
     assert hashed(x) == hashed(x.clone()) != hashed(x + 1) and abs(hashed(x)) < 2**63
     found = dict(leaves({"a": [np.arange(3), None], "b": object(), "c": {"d": 1}}))
     assert found.keys() == {"a.0", "b", "c.d"} and found["b"] == "object" and torch.equal(found["a.0"], torch.arange(3))
+
+
+def test_a_fingerprint_depends_on_the_places_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    for chunk in (1 << 20, 24):  # with rows in one chunk, and in several
+        monkeypatch.setattr("seqpar.nn.fingerprint.CHUNK", chunk)
+        assert len({hashed(y) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(3, 0))}) == 5
+    assert hashed(torch.tensor([1, 2, 2, 1])) != hashed(torch.tensor([2, 1, 1, 2]))  # the same sum and center
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert weights_of(model) != weights_of(nn.Sequential(model[1], model[0]))
 
 
 def differing(comm: Comm, how: str) -> str:

@@ -23,6 +23,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.diffusers import parallelize
 from seqpar.integrations.diffusers.recipes import RECIPES
+from seqpar.integrations.diffusers.wrappers import _compare_gradient
 from seqpar.nn.fingerprint import fingerprint
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
@@ -785,6 +786,36 @@ def test_ranks_that_compute_different_losses_raise_on_all() -> None:
         return str(caught.value)
 
     assert all("gradient of the output differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
+
+
+DIFFERENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "target": lambda grad, other: other,
+    "factor": lambda grad, other: 2 * grad,
+    "order of the samples": lambda grad, other: grad.view(2, -1).flip(0).flatten(),
+    "one place in a hundred": lambda grad, other: torch.where(torch.arange(len(grad)) % 100 == 0, other, grad),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1_000, 65_536, 1 << 21])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_gradients_of_an_output_of_any_size_are_compared(what: str, size: int, dtype: torch.dtype) -> None:
+    grads = [random(size, seed=seed).to(dtype) for seed in (1, 2)]
+    grads[1] = DIFFERENT[what](*grads)
+
+    def rank(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="gradient of the output differs between rank 0 and rank 1"):
+            _compare_gradient(comm, grads[comm.rank])
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("size", [30, 1_000, 65_536, 1 << 21])
+def test_gradients_may_differ_in_their_last_digits(size: int) -> None:
+    grad = random(size, seed=1).bfloat16()
+    up = torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).short()
+    grads = [grad, (grad.view(torch.int16) + up).view(torch.bfloat16)]
+    run_threads(2, lambda comm: _compare_gradient(comm, grads[comm.rank]))
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
