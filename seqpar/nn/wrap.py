@@ -3,9 +3,10 @@
     model(x)   as it was       forward(x)
                parallel        Around -> around(module, forward, x)
                inside local()  Around -> forward(x)
-               undone          forward(x); a wrapper put on meanwhile keeps the Around, which calls forward(x)
+               undone          forward(x); an unknown wrapper put on meanwhile keeps the Around, which calls forward(x)
 
-Parameters, buffers, hooks and the state dict stay as they are, so optimizers and wrappers keep the same model.
+Parameters, buffers, hooks and the state dict stay as they are, so optimizers and wrappers keep the same model. Hooks of
+accelerate and diffusers stay outside of the Around, whether they came before it or after, and may be taken off.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -22,7 +24,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from seqpar.comm import Comm
 
 PARALLEL = "_seqpar"  # an attribute that marks other modules with a parallel forward
-SURROUNDED = "_seqpar_around"  # an attribute that marks modules with an `Around`, perhaps inside another wrapper
+INSIDE = 64  # objects in the wrappers of a module that are looked into
 _ABSENT = object()
 Model = TypeVar("Model", bound="ParallelModel")
 
@@ -61,6 +63,8 @@ class Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
+        if args and args[0] is self.module:  # bound to it once more, as by accelerate's unwrap_model
+            args = args[1:]
         if self.handle is not None and self.handle.asleep:
             return self.forward(*args, **kwargs)
         if getattr(type(self.module), self.method, None) is not self.written:
@@ -100,8 +104,10 @@ class ParallelModel:
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
         """Replace the forward of a module of the model, or another method: see `Around`."""
-        around = Around(module, getattr(module, method), around, self, method)
-        self._undone.enter_context(replaced(module, {method: around, SURROUNDED: True}))
+        *_, (owner, name) = places_of(module, method)
+        own, around = vars(owner).get(name, _ABSENT), Around(module, getattr(owner, name), around, self, method)
+        vars(owner)[name] = around
+        self._undone.callback(_take_off, around, owner, own)
 
     def on_undo(self, do: Callable[[], object]) -> None:
         """Have something done when the model is restored."""
@@ -110,7 +116,7 @@ class ParallelModel:
     def undo(self) -> None:
         """Restore the model. A second call does nothing.
 
-        If another wrapper was put around a forward meanwhile, it stays, and calls the original forward.
+        Wrappers that were put around a forward meanwhile stay, and call the original forward.
         """
         self.asleep = True
         self._undone.close()
@@ -131,6 +137,60 @@ class ParallelModel:
         self.undo()
 
 
+def places_of(module: nn.Module, method: str = "forward") -> Iterator[tuple[Any, str]]:
+    """The objects that keep a module's method, each with the attribute's name: the module, then hooks, outermost first.
+
+    Hooks of accelerate and diffusers keep the method that they surround, and put it back when they are taken off.
+    """
+    owner, name = module, method
+    yield owner, name
+    while (function := getattr(vars(owner).get(name), "func", None)) is not None:
+        home = getattr(function, "__module__", "")
+        if home == "accelerate.hooks" and name != "_old_forward" and "_old_forward" in vars(module):
+            owner, name = module, "_old_forward"
+        elif home == "diffusers.hooks.hooks":
+            owner = function.__closure__[0].cell_contents
+            name = "forward" if owner.original_forward is None else "original_forward"
+        else:
+            return
+        yield owner, name
+
+
+def _take_off(around: Around, owner: object, own: object) -> None:
+    """Put back a module's own method, wherever hooks keep the `Around` by now. owner, own: where it was, and before."""
+    for place, name in places_of(around.module, around.method):
+        if vars(place).get(name) is around:
+            if place is owner and own is _ABSENT and name == around.method:
+                del vars(place)[name]
+            else:
+                vars(place)[name] = around.forward
+
+
+def is_surrounded(module: nn.Module) -> bool:
+    """Whether calls of a module reach an `Around` that is awake, as far as its wrappers can be looked into."""
+    due, seen = [vars(owner).get(name) for owner, name in places_of(module)], set[int]()
+    while due:
+        wrapper = due.pop()
+        if isinstance(wrapper, Around):
+            if wrapper.handle is None or not wrapper.handle.asleep:
+                return True
+            due.append(wrapper.forward)
+        elif id(wrapper) not in seen and len(seen) < INSIDE and not isinstance(wrapper, (nn.Module, type)):
+            seen.add(id(wrapper))
+            due += _inside(wrapper)
+    return False
+
+
+def _inside(wrapper: Any) -> list[Any]:
+    """What a wrapper may call: its function, what that closes over, and its attributes."""
+    if isinstance(wrapper, partial):
+        return [wrapper.func, *wrapper.args]
+    if isinstance(wrapper, MethodType):
+        return [wrapper.__func__, wrapper.__self__]
+    cells = getattr(wrapper, "__closure__", None) or ()
+    return [*(cell.cell_contents for cell in cells), *getattr(wrapper, "__dict__", {}).values()]
+
+
 def refuse_unready(model: nn.Module) -> None:
     """Raise ValueError if the model or a module in it is parallel already, or has parameters that have no shape yet."""
     for name, module in model.named_modules():
@@ -141,7 +201,7 @@ def refuse_unready(model: nn.Module) -> None:
             )
     already = [
         type(module).__name__ for module in model.modules()
-        if PARALLEL in module.__dict__ or isinstance(module.__dict__.get("forward"), Around)
+        if PARALLEL in vars(module) or any(isinstance(vars(x).get(name), Around) for x, name in places_of(module))
     ]  # fmt: skip
     if already:
         within = "" if already[0] == type(model).__name__ else f" in {type(model).__name__}"

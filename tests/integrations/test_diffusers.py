@@ -700,6 +700,78 @@ def test_hooks_that_do_not_look_at_tokens_may_stay(how: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level", "of accelerate"])
+def test_offloading_may_come_first_and_be_taken_off_and_put_on_again(kind: str) -> None:
+    """As pipelines do after each call, and where they load an adapter."""
+    model, inputs = made("flux", torch.float32)
+
+    def put(own: nn.Module) -> None:
+        if kind == "of accelerate":
+            for module in [own, *(module for module in own.modules() if not [*module.children()])]:
+                accelerate.add_hook_to_module(module, accelerate.AlignDevicesHook("cpu"))
+        else:
+            cpu = torch.device("cpu")
+            hooks.apply_group_offloading(own, cpu, cpu, offload_type=kind, num_blocks_per_group=1)
+
+    def take(own: nn.Module) -> None:
+        if kind == "of accelerate":
+            accelerate.remove_hook_from_module(own, recurse=True)
+        for name in ("group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker"):
+            hooks.HookRegistry.check_if_exists_or_initialize(own).remove_hook(name, recurse=True)
+
+    def rank(comm: Comm) -> list[Tensor]:
+        own, found = copy.deepcopy(model), []
+        put(own)
+        handle = parallelize(own, comm)
+        with torch.no_grad():
+            for change in (None, take, put, lambda _: handle.undo()):
+                if change is not None:
+                    change(own)
+                found.append(own(**inputs).sample)
+        parallelize(own, comm)
+        return found
+
+    accelerate = pytest.importorskip("accelerate.hooks")
+    with torch.no_grad():
+        expected = model(**inputs).sample
+    for found in run_threads(2, rank):
+        for got in found:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_whose_parallel_forward_was_dropped_raises_by_name() -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        if comm.rank:
+            own.proj_out.forward = partial(nn.Linear.forward, own.proj_out)  # type: ignore[union-attr, arg-type]
+        with pytest.raises((NotImplementedError, ValueError)) as caught:
+            own(**inputs)
+        return str(caught.value)
+
+    assert all("proj_out of FluxTransformer2DModel was put there" in said for said in run_threads(2, rank))
+
+
+def test_a_model_that_accelerate_unwraps_stays_parallel() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = made("flux", torch.float32)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        own = accelerator.unwrap_model(accelerator.prepare(own), keep_fp32_wrapper=False)
+        with torch.no_grad():
+            return own(**inputs).sample  # type: ignore[no-any-return]
+
+    for got in run_threads(2, rank):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
     [("qwen", "zero_cond_t", True), ("hunyuan", "image_condition_type", "token_replace"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from seqpar import LocalComm
-from seqpar.nn.wrap import ParallelModel, refuse_unready, replaced
+from seqpar.nn.wrap import ParallelModel, is_surrounded, refuse_unready, replaced
 
 
 class Doubling(nn.Module):
@@ -114,6 +117,107 @@ def test_a_wrapper_of_others_calls_the_own_forward_after_undo() -> None:
     model.forward = lambda x: ours(x) * 10  # type: ignore[method-assign]
     handle.undo()
     assert model(X).item() == 20
+
+
+class Hooks(NamedTuple):
+    """Hooks of a library that surround a forward, and times ten what it returns."""
+
+    put: Callable[[nn.Module], object]
+    take: Callable[[nn.Module], object]
+
+
+def hooks_of(library: str) -> Hooks:
+    ten = {"post_forward": lambda self, module, out: out * 10}
+    if library == "accelerate":
+        hooks = pytest.importorskip("accelerate.hooks")
+        kind = type("Ten", (hooks.ModelHook,), ten)
+        return Hooks(lambda module: hooks.add_hook_to_module(module, kind()), hooks.remove_hook_from_module)
+    hooks = pytest.importorskip("diffusers.hooks")
+    if library == "diffusers, in its place":
+        ten = {"new_forward": lambda self, module, x: self.fn_ref.original_forward(x) * 10}
+    kind = type("Ten", (hooks.ModelHook,), ten)
+    registry = hooks.HookRegistry.check_if_exists_or_initialize
+    return Hooks(
+        lambda module: registry(module).register_hook(kind(), "ten"), lambda module: registry(module).remove_hook("ten")
+    )
+
+
+LIBRARIES = ["accelerate", "diffusers", "diffusers, in its place"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_of_others_may_come_before_and_be_taken_off_and_put_on_again(library: str, before: bool) -> None:
+    model, hooks = nn.Identity(), hooks_of(library)
+    if before:
+        hooks.put(model)
+    handle = ParallelModel(model, LocalComm())
+    handle.put_around(model, plus_one)
+    if not before:
+        hooks.put(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="parallel already"):
+            refuse_unready(model)
+        assert model(X).item() == 20 and is_surrounded(model)
+        hooks.take(model)
+        assert model(X).item() == 2 and is_surrounded(model)
+        hooks.put(model)
+    handle.undo()
+    refuse_unready(model)
+    assert model(X).item() == 10 and not is_surrounded(model)
+    hooks.take(model)
+    assert model(X).item() == 1
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_undo_is_exact_below_the_hooks_of_others(library: str) -> None:
+    model, hooks = nn.Identity(), hooks_of(library)
+    hooks.put(model)
+    before = vars(model).copy()
+    with ParallelModel(model, LocalComm()) as handle:
+        handle.put_around(model, plus_one)
+    assert vars(model) == before and model(X).item() == 10
+
+
+def test_hooks_of_two_libraries_go_in_any_order() -> None:
+    model, several = nn.Identity(), [hooks_of(library) for library in LIBRARIES[:2]]
+    for hooks in several:
+        hooks.put(model)
+    handle = ParallelModel(model, LocalComm())
+    handle.put_around(model, plus_one)
+    assert model(X).item() == 200
+    for hooks in several[::-1]:
+        hooks.take(model)
+    assert model(X).item() == 2
+
+
+def test_a_wrapper_of_others_that_drops_what_is_around_a_forward_is_seen() -> None:
+    model, handle = parallel()
+    ours = model.forward
+    for wrapper in (lambda x: ours(x), partial(ours), Calling(ours), partial(Calling, ours), MethodType(ours, model)):
+        model.forward = wrapper  # type: ignore[method-assign]
+        assert is_surrounded(model)
+    for other in (partial(Doubling.forward, model), abs, ours.forward):
+        model.forward = other  # type: ignore[method-assign]
+        assert not is_surrounded(model)
+    model.forward = ours  # type: ignore[method-assign]
+    with handle.local():
+        assert not is_surrounded(model)
+
+
+class Calling:
+    """An object that calls a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+def test_a_forward_that_was_bound_to_its_module_takes_it_no_second_time() -> None:
+    model, handle = parallel()
+    model.forward = MethodType(model.forward, model)  # type: ignore[method-assign]
+    assert model(X).item() == 4
+    with handle.local():
+        assert model(X).item() == 2
 
 
 def test_a_model_is_parallel_once_and_has_no_pickle() -> None:

@@ -19,7 +19,7 @@ from seqpar.integrations.diffusers.wrappers import attending, attending_whole, g
 from seqpar.nn.foreign_hooks import Named, check_hooks, warn_of_own_code
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
-from seqpar.nn.wrap import SURROUNDED
+from seqpar.nn.wrap import is_surrounded
 
 
 def attentions(named: Named) -> list[tuple[str, nn.Module]]:
@@ -103,8 +103,8 @@ class ModelRecipe:
             if not _is_surrounded(model.get_submodule(name)):
                 raise NotImplementedError(
                     f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an "
-                    "adapter, and would compute a rank's share alone; call undo() of the handle and parallelize the "
-                    "model again"
+                    "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
+                    "alone; call undo() of the handle and parallelize the model again"
                 )
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
         others = {name: value for name, value in arguments.items() if name not in known and value is not None}
@@ -180,7 +180,7 @@ def _is_surrounded(module: nn.Module) -> bool:
     """Whether a module is parallel, or a wrapper of peft's that passes calls on to a copy of it."""
     saved = getattr(module, "modules_to_save", None)
     passes_on = isinstance(saved, nn.ModuleDict) and all(map(_is_surrounded, saved.values()))
-    return SURROUNDED in module.__dict__ or passes_on
+    return is_surrounded(module) or passes_on
 
 
 def _backend(processor: Any) -> str | None:
