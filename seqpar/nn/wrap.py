@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound="ParallelModel")
 
 
 @contextmanager
-def replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+def replaced(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Give a module other instance attributes until the block ends; attributes that others replaced since stay."""
     own = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
     module.__dict__.update(attributes)
@@ -100,13 +100,14 @@ class ParallelModel:
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
         self.model, self.comm, self.asleep = model, comm, False
-        self._undone = ExitStack()
+        self._undone, self._arounds = ExitStack(), list[Around]()
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
         """Replace the forward of a module of the model, or another method: see `Around`."""
         *_, (owner, name) = places_of(module, method)
         own, around = vars(owner).get(name, _ABSENT), Around(module, getattr(owner, name), around, self, method)
         vars(owner)[name] = around
+        self._arounds.append(around)
         self._undone.callback(_take_off, around, owner, own)
 
     def on_undo(self, do: Callable[[], object]) -> None:
@@ -129,6 +130,21 @@ class ParallelModel:
             yield
         finally:
             self.asleep = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the model is parallel even if it was restored: for checkpoints of a forward before that."""
+        if not self.asleep:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "asleep", self.asleep)
+            self.asleep = False
+            for around in self._arounds:
+                if not is_surrounded(around.module):
+                    *_, (owner, name) = places_of(around.module, around.method)
+                    stack.enter_context(replaced(owner, {name: around}))
+            yield
 
     def __enter__(self: Model) -> Model:
         return self

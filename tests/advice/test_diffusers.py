@@ -306,20 +306,35 @@ def test_attention_is_given_no_mask() -> None:
 
 def test_parts_of_a_model_run_inside_it_also_when_they_are_recomputed() -> None:
     def mistake(comm: Comm, model: nn.Module) -> None:
-        with advised(RuntimeError, "call the model, and checkpoint with torch.utils.checkpoint"):
+        with advised(
+            RuntimeError,
+            "call the model, checkpoint with torch.utils.checkpoint, and run such a backward inside local() too",
+        ):
             model.transformer_blocks[0].attn(INPUTS["hidden_states"])  # type: ignore[union-attr, index, operator]
 
     assert right_after(mistake)
     plain = copy.deepcopy(MODEL)
     (plain(**INPUTS).sample - TARGET).square().mean().backward()
 
+    def is_plain(model: nn.Module) -> bool:
+        return torch.allclose(model.x_embedder.weight.grad, plain.x_embedder.weight.grad, atol=1e-10)  # type: ignore[union-attr, arg-type]
+
     def rank(comm: Comm) -> bool:
         model = copy.deepcopy(MODEL)
-        seqpar.parallelize(model, comm)
+        handle = seqpar.parallelize(model, comm)
         model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
         (model(**INPUTS).sample - TARGET).square().mean().backward()
         sync_gradients(model.parameters(), comm)
-        return torch.allclose(model.x_embedder.weight.grad, plain.x_embedder.weight.grad, atol=1e-10)
+        assert is_plain(model)
+        model.zero_grad()
+        with handle.local():
+            loss = (model(**INPUTS).sample - TARGET).square().mean()
+        with pytest.raises(RuntimeError, match=r"the backward of a forward inside local\(\)"):
+            loss.backward()
+        model.zero_grad()
+        with handle.local():
+            (model(**INPUTS).sample - TARGET).square().mean().backward()
+        return is_plain(model)
 
     assert run_threads(2, rank) == [True, True]
 

@@ -368,6 +368,8 @@ def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int]) -> None:
         ("hunyuan masked", False, "thread"), ("cogvideox", True, "another plan"), ("sd3", False, "here"),
         ("ltx2", True, "thread"), ("ltx2 newer", False, "another plan"), ("helios", True, "thread"),
         ("helios amplified", False, "here"), ("minimax", True, "another plan"), ("minimax", False, "thread"),
+        *((name, reentrant, "undone") for name in ("wan", "helios", "ltx2") for reentrant in (True, False)),
+        ("ltx2", True, "local"),
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3)
@@ -378,11 +380,20 @@ def test_checkpoints_recompute_the_same(name: str, reentrant: bool, where: str, 
 
     def rank(comm: Comm) -> Results:
         own = copy.deepcopy(model)
-        parallelize(own, comm)
+        handle = parallelize(own, comm)
         latents = inputs["hidden_states"].clone().requires_grad_()
         out, loss = loss_of(own, inputs | {"hidden_states": latents})
         if where == "thread":
             in_a_thread(loss.backward)
+        elif where == "local":
+            with handle.local():
+                loss.backward()
+        elif where == "undone":
+            handle.undo()
+            restored = copy.deepcopy(own)
+            loss.backward()
+            with torch.no_grad():  # not parallel any more
+                assert torch.equal(own(**inputs, return_dict=False)[0], restored(**inputs, return_dict=False)[0])
         elif where == "here":
             loss.backward()
         else:
@@ -398,19 +409,23 @@ def test_checkpoints_recompute_the_same(name: str, reentrant: bool, where: str, 
         same(got, expected, 1e-10)
 
 
-def test_a_forward_around_which_everything_is_recomputed() -> None:
+@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_around_which_everything_is_recomputed(reentrant: bool, undone: bool) -> None:
     model, inputs = made("flux")
     expected = one(model, inputs)
 
     def rank(comm: Comm) -> Results:
         own = copy.deepcopy(model)
-        parallelize(own, comm)
+        handle = parallelize(own, comm)
         latents = inputs["hidden_states"].clone().requires_grad_()
 
         def forward(x: Tensor) -> Tensor:
             return own(**inputs | {"hidden_states": x}, return_dict=False)[0]
 
-        out = checkpoint(forward, latents, use_reentrant=False)
+        out = checkpoint(forward, latents, use_reentrant=reentrant)
+        if undone:
+            handle.undo()
         (out - random(*out.shape, seed=9)).square().mean().backward()
         sync_gradients([*own.parameters(), latents], comm)
         return out.detach(), {name: p.grad for name, p in own.named_parameters()} | {"latents": latents.grad}

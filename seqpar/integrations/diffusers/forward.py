@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.diffusers.tokens import Sharing, Streams, TokenCounts
@@ -21,11 +21,12 @@ from seqpar.ops.core.regions import run_again_inside
 class SharedForward(Rerouting):
     """A forward in progress, or a checkpoint's recomputation of it.
 
-    whole: the arguments of the forward. masked: whether the model makes a mask of its rows, which the plan replaces.
+    model: the handle's, or a copy of it. whole: the arguments of the forward. masked: whether the model makes a mask
+    of its rows, which the plan replaces.
     """
 
     def __init__(
-        self, sharing: Sharing, sizes: TokenCounts, joint: Streams, *,
+        self, model: nn.Module, sharing: Sharing, sizes: TokenCounts, joint: Streams, *,
         whole: Mapping[str, Any] = MappingProxyType({}), masked: bool = False, again: bool = False,
     ) -> None:  # fmt: skip
         # its recipe knows the model: no trial
@@ -33,8 +34,8 @@ class SharedForward(Rerouting):
             sharing.plan(sizes, joint, joint), sharing.comm, lambda query, key: self.cross > 0, None, sharing.numerics,
             again=again, tries=False,
         )  # fmt: skip
-        self.sharing, self.sizes, self.whole, self.masked, self.cross = sharing, sizes, whole, masked, 0
-        self.joint, self.over = joint, (joint, joint)
+        self.model, self.sharing, self.sizes, self.whole, self.masked = model, sharing, sizes, whole, masked
+        self.joint, self.over, self.cross = joint, (joint, joint), 0
 
     def __enter__(self) -> SharedForward:
         super().__enter__()
@@ -58,10 +59,18 @@ class SharedForward(Rerouting):
                 "them before the forward, or do without"
             )
 
-    def _again(self, first: int) -> Callable[[], SharedForward]:
-        return lambda: SharedForward(
-            self.sharing, self.sizes, self.joint, whole=self.whole, masked=self.masked, again=True
+    def _again(self, first: int) -> Callable[[], AbstractContextManager[None]]:  # type: ignore[override]
+        return self._recomputing
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        handle = self.sharing.handle
+        parallel = handle.again() if self.model is handle.model else nullcontext()
+        again = SharedForward(
+            self.model, self.sharing, self.sizes, self.joint, whole=self.whole, masked=self.masked, again=True
         )
+        with parallel, again:
+            yield
 
     @contextmanager
     def attending(self, queries: Streams, keys: Streams) -> Iterator[None]:
@@ -157,6 +166,7 @@ def current() -> SharedForward:
     if not _forwards():
         raise RuntimeError(
             "diffusers: a part of a parallelized model runs outside its forward, where nothing says which tokens it "
-            "has; call the model, and checkpoint with torch.utils.checkpoint"
+            "has, such as in the backward of a forward inside local(); call the model, checkpoint with "
+            "torch.utils.checkpoint, and run such a backward inside local() too"
         )
     return _forwards()[-1]

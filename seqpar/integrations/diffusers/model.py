@@ -38,6 +38,7 @@ from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
+from seqpar.ops.core.regions import under_way
 from seqpar.plan import Plan
 
 
@@ -68,7 +69,7 @@ def parallelize(
     check_alone(named)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(model, partial(_forward, recipe, Sharing(comm, plan, numerics)))
+    handle.put_around(model, partial(_forward, recipe, Sharing(handle, comm, plan, numerics)))
     for name, wrapper in recipe.surrounding(named).items():
         handle.put_around(model.get_submodule(name), wrapper)
     return handle
@@ -99,7 +100,7 @@ def _forward(
 ) -> Any:
     """The model's forward: compare all ranks' inputs, share them out, run."""
     arguments, sizes = _compared(recipe, sharing, model, args, arguments)
-    with SharedForward(sharing, sizes, recipe.joint, whole=dict(arguments), masked=recipe.masks) as run:
+    with SharedForward(model, sharing, sizes, recipe.joint, whole=dict(arguments), masked=recipe.masks) as run:
         for name, (dim, stream) in recipe.shared.items():
             if arguments.get(name) is not None:
                 arguments[name] = run.rows(arguments[name], dim, stream)
@@ -113,6 +114,10 @@ def _compared(
 ) -> tuple[dict[str, Any], TokenCounts]:
     """The arguments by name, which all ranks have alike, and their numbers of tokens."""
     refuse_transforms(f"parallelize({name_of(model)})")
+    if model is sharing.handle.model:
+        for region in under_way():
+            if region.function is not None:  # else nobody knows whether backward runs it again
+                region.run_again_inside(sharing.handle.again, sharing.handle)
     with gathering("diffusers: forward", sharing.comm) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.nn.wrap import ParallelModel
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
 
@@ -43,10 +44,11 @@ class TokenCounts:
 class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
-    numerics: of attention. forwards: of a model and of its copies, which modules it had, and how many there were with
-    these.
+    handle: of the model. numerics: of attention. forwards: of a model and of its copies, which modules it had, and how
+    many there were with these.
     """
 
+    handle: ParallelModel
     comm: Comm
     make: MakePlan
     numerics: Numerics
