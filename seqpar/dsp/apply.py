@@ -25,7 +25,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.code import autocast_dtypes, code_of
-from seqpar.nn.fingerprint import COMPARED, hashed, leaves, weights_of
+from seqpar.nn.fingerprint import WeightChecks, hashed, leaves, weights_of
 from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
@@ -58,8 +58,9 @@ def parallelize(
     computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
-    number), and in the first and some of the next 16 the weights, except DTensors; without it only shapes are compared.
-    Otherwise different noise or seeds, or frames sharded before, would silently compute something meaningless.
+    number), and in the first and some of the next 16 with gradients the weights, except DTensors; without it only
+    shapes are compared. Otherwise different noise or seeds, or frames sharded before, would silently compute something
+    meaningless.
 
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
     for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.
@@ -317,15 +318,14 @@ class Parallelized(ParallelModel):
             facts |= {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            may_differ = not seen.forwards or torch.is_grad_enabled()  # else no optimizer has stepped
-            if self.check_inputs and seen.forwards in COMPARED and may_differ:
-                since = ", as without sync_gradients before an optimizer's steps" if seen.forwards else ""
-                facts[f"weights{since}"] = weights_of(model, buffers=not seen.forwards)
+            if self.check_inputs and (count := seen.checks.due(model)) is not None:
+                since = ", as without sync_gradients before an optimizer's steps" if count else ""
+                facts[f"weights{since}"] = weights_of(model, buffers=not count)
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
             facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])
             codes.own = code_of(seen.modules)
-        seen.forwards += 1
+        seen.checks.passed()
         settings = [(name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments)]
         # a hook on one rank concerns all, which run a stage equally often
         kind = tuple(settings), autocast_dtypes(), tuple([code.chosen for code in codes.every])
@@ -403,7 +403,7 @@ class _Seen:
 
     def forget(self) -> None:
         """Forget what was checked, since modules are others now."""
-        self.forwards = 0
+        self.checks = WeightChecks()
         self.kinds: set[object] = set()
         self.shapes: set[object] = set()  # each with a kind
         self.sizes: set[object] = set()  # the same, known before the first stage

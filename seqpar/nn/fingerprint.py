@@ -18,6 +18,30 @@ SUMS = 32  # of a `sketch`
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class WeightChecks:
+    """Says before which forwards of a model ranks compare its weights: see `COMPARED`.
+
+    After the first one only forwards with gradients count, as optimizers step between these. Parameters that are
+    trainable for the first time start a count of their own.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # forwards by a hash of the parameters that are trainable
+        self._now = 0
+
+    def due(self, model: nn.Module) -> int | None:
+        """The number of the forward that begins, if weights are compared before it."""
+        self._now = hash(tuple([p.requires_grad for p in model.parameters()]))
+        count = self._counts.get(self._now, 0)
+        return count if count in COMPARED and (not count or torch.is_grad_enabled()) else None
+
+    def passed(self) -> None:
+        """Count that forward, since all ranks have begun it."""
+        count = self._counts.get(self._now, 0)
+        if not count or torch.is_grad_enabled():
+            self._counts[self._now] = count + 1
+
+
 def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Tensors and plain values with their paths; for anything else its type."""
     if isinstance(value, Mapping):

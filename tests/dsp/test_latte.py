@@ -216,9 +216,12 @@ def test_what_would_be_another_answer_is_refused(how, words) -> None:
     assert words in run_threads(2, wrong, how, timeout=60.0)[0]
 
 
-def unsummed(comm: Comm) -> str:
+def unsummed(comm: Comm, validations: int) -> str:
     model = latte().train()
     parallelize(model, comm, plan=SHARDED)
+    with torch.no_grad():
+        for _ in range(validations):
+            model(**clip())
     with pytest.raises(ValueError, match="ranks differ in weights, as without sync_gradients"):
         for _ in range(2):
             model(**clip()).sample.square().mean().backward()
@@ -226,8 +229,9 @@ def unsummed(comm: Comm) -> str:
     return "done"
 
 
-def test_a_step_with_shares_of_gradients_is_refused() -> None:
-    assert run_threads(2, unsummed, timeout=60.0) == ["done"] * 2
+@pytest.mark.parametrize("validations", [0, 17])
+def test_a_step_with_shares_of_gradients_is_refused(validations: int) -> None:
+    assert run_threads(2, unsummed, validations, timeout=60.0) == ["done"] * 2
 
 
 def masked(comm: Comm) -> Tensor:

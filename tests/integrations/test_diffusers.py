@@ -847,6 +847,45 @@ def test_weights_of_adapters_that_come_later_are_compared(alike: bool) -> None:
     assert all(expected in said for said in run_threads(2, rank))
 
 
+@pytest.mark.parametrize("validations", [0, 1, 17])
+@pytest.mark.parametrize("trained", ["all", "one part after another"])
+def test_a_step_without_a_sum_is_told_whatever_ran_before(validations: int, trained: str) -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        parallelize(own, comm)
+        with torch.no_grad():
+            for _ in range(validations):
+                own(**inputs)
+        if trained == "one part after another":
+            own.requires_grad_(False)
+            for _ in range(17):
+                loss_of(own, inputs | {"hidden_states": inputs["hidden_states"].clone().requires_grad_()})
+            own.x_embedder.requires_grad_()  # type: ignore[union-attr]
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="differs between rank 0 and rank 1 since an optimizer stepped"):
+            for _ in range(2):
+                loss_of(own, inputs)[1].backward()
+                optimizer.step()
+
+    run_threads(2, rank)
+
+
+def test_weights_are_not_compared_again_for_parts_that_are_trained_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made("flux", samples=1)
+    read = []
+    weights_of = importlib.import_module("seqpar.nn.fingerprint").weights_of
+    monkeypatch.setattr(
+        "seqpar.integrations.diffusers.model.weights_of", lambda *args, **named: read.append(1) or weights_of(*args)
+    )
+    with parallelize(model, LocalComm()):
+        for turn in range(40):
+            model.proj_out.requires_grad_(bool(turn % 2))  # type: ignore[union-attr]
+            model(**inputs)
+    assert len(read) == 12  # before 6 forwards of each kind
+
+
 def test_what_one_rank_refuses_raises_on_all() -> None:
     model, inputs = made("flux")
 

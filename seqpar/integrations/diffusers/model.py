@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from seqpar.comm import Comm
@@ -33,7 +32,7 @@ from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.code import identity_of
-from seqpar.nn.fingerprint import COMPARED, fingerprint, leaves, weights_of
+from seqpar.nn.fingerprint import WeightChecks, fingerprint, leaves, weights_of
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -56,7 +55,7 @@ def parallelize(
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
     residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights
-    at the first and some of the next 16 forwards differ between ranks.
+    before the first and some of the next 16 forwards with gradients differ between ranks.
     """
     recipe = RECIPES.get(name_of(model))
     if recipe is None:
@@ -127,9 +126,10 @@ def _compared(
         recipe.check(named, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
         modules = identity_of(module for _, module in named)
-        before, count = sharing.forwards.get(model, (modules, 0))
-        count = count if before == modules else 0  # adapters may have been put in, with weights of their own
-        if count in COMPARED and (not count or torch.is_grad_enabled()):  # else no optimizer has stepped
+        before, checks = sharing.checks.get(model, (modules, WeightChecks()))
+        if before != modules:  # adapters may have been put in, with weights of their own
+            checks = WeightChecks()
+        if (count := checks.due(model)) is not None:
             facts.own["weights"] = weights_of(model, buffers=not count)  # a step leaves buffers alone
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
@@ -140,13 +140,14 @@ def _compared(
             sharing.plan(sizes, queries, keys)  # here no compiler looks on
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
-    sharing.forwards[model] = modules, count + 1
+    sharing.checks[model] = modules, checks
+    checks.passed()
     _same_on_all(facts.every, count)
     return arguments, sizes
 
 
-def _same_on_all(facts: Sequence[dict[str, Any]], count: int) -> None:
-    """Raise ValueError if ranks differ before the forward of that number."""
+def _same_on_all(facts: Sequence[dict[str, Any]], count: int | None) -> None:
+    """Raise ValueError if ranks differ before the forward of that number, by which they compare weights."""
     for rank, other in enumerate(facts):
         for name in facts[0] | other:
             if other.get(name) != facts[0].get(name):

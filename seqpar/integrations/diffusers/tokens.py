@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.nn.fingerprint import WeightChecks
 from seqpar.nn.wrap import ParallelModel
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
@@ -44,8 +45,8 @@ class TokenCounts:
 class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
-    handle: of the model. numerics: of attention. forwards: of a model and of its copies, which modules it had, and how
-    many there were with these.
+    handle: of the model. numerics: of attention. checks: of the weights of the model and of its copies, with a hash of
+    the modules that each had.
     """
 
     handle: ParallelModel
@@ -53,7 +54,7 @@ class Sharing:
     make: MakePlan
     numerics: Numerics
     plans: dict[TokenCounts, dict[Hashable, Plan]] = field(default_factory=dict)
-    forwards: WeakKeyDictionary[nn.Module, tuple[int, int]] = field(default_factory=WeakKeyDictionary)
+    checks: WeakKeyDictionary[nn.Module, tuple[int, WeightChecks]] = field(default_factory=WeakKeyDictionary)
 
     def plan(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
         """The plan of attention from the tokens of some streams to those of some, sample by sample."""
