@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from seqpar.nn.kinds import name_of
 
 # Numbers of the forwards before which ranks compare weights: the first, which detects weights drawn or loaded
 # differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.
@@ -71,10 +75,37 @@ def weights_of(model: nn.Module, *, buffers: bool = True) -> int:
 
     Not taken from the state dict: reading that makes fully_shard drop the weights that a forward needs.
     """
-    found = 0
-    for x in (*model.parameters(), *(model.buffers() if buffers else ())):
-        found = (found * SPREAD + hashed(x)) % (1 << 64)
+    found, seen = 0, set[int]()
+    for path, module in model.named_modules():
+        for name, x in (*module._parameters.items(), *(module._buffers.items() if buffers else ())):
+            if x is not None and id(x) not in seen:
+                seen.add(id(x))
+                if x.is_meta and (x := _offloaded(module, name)) is None:
+                    _warn_of_meta(model, f"{path}.{name}".lstrip("."))
+                found = (found * SPREAD + hashed(x)) % (1 << 64)
     return found
+
+
+def _offloaded(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter or buffer that accelerate has put away until the module's forward."""
+    hook = module.__dict__.get("_hf_hook")
+    for each in getattr(hook, "hooks", [hook]):
+        stored = getattr(each, "weights_map", None)
+        if stored is not None and name in stored:
+            return stored[name]  # type: ignore[no-any-return]
+    return None
+
+
+_told: WeakSet[nn.Module] = WeakSet()
+
+
+def _warn_of_meta(model: nn.Module, name: str) -> None:
+    if model not in _told:
+        _told.add(model)
+        warnings.warn(
+            f"{name} of a parallel {name_of(model)} is on the meta device, so that ranks do not compare its values",
+            stacklevel=2,
+        )
 
 
 def hashed(x: object) -> int:

@@ -24,7 +24,7 @@ from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.diffusers import parallelize
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.wrappers import _compare_gradient
-from seqpar.nn.fingerprint import fingerprint
+from seqpar.nn.fingerprint import fingerprint, weights_of
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 from tests.dsp.cases import clip, latte
@@ -824,6 +824,36 @@ def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False])
+def test_weights_that_accelerate_has_put_away_are_compared(alike: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = made("flux", torch.float32)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        if not alike:
+            nn.init.constant_(own.proj_out.bias, comm.rank)  # type: ignore[union-attr, arg-type]
+        accelerate.cpu_offload(own, execution_device=torch.device("cpu"))
+        parallelize(own, comm)
+        with torch.no_grad():
+            if alike:
+                torch.testing.assert_close(own(**inputs).sample, expected, rtol=1e-4, atol=1e-4)
+                return
+            with pytest.raises(ValueError, match="weights differs between rank 0 and rank 1"):
+                own(**inputs)
+
+    run_threads(2, rank)
+
+
+def test_weights_that_nobody_has_are_told_of_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    with pytest.warns(UserWarning, match="0.weight of a parallel Sequential is on the meta device") as told:
+        assert weights_of(model) == weights_of(model)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("alike", [True, False])
 def test_weights_of_adapters_that_come_later_are_compared(alike: bool) -> None:
     peft = pytest.importorskip("peft")
     model, inputs = made("flux")
@@ -875,7 +905,6 @@ def test_a_step_without_a_sum_is_told_whatever_ran_before(validations: int, trai
 def test_weights_are_not_compared_again_for_parts_that_are_trained_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = made("flux", samples=1)
     read = []
-    weights_of = importlib.import_module("seqpar.nn.fingerprint").weights_of
     monkeypatch.setattr(
         "seqpar.integrations.diffusers.model.weights_of", lambda *args, **named: read.append(1) or weights_of(*args)
     )
