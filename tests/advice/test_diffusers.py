@@ -400,6 +400,31 @@ def test_the_loss_is_computed_alike() -> None:
     assert run_threads(2, rank) == [True, True]
 
 
+@pytest.mark.parametrize("way", ["none", "of samples"])
+def test_feed_forward_layers_run_in_parts_along_samples(way: str) -> None:
+    own, given = made("sd3")
+    with torch.no_grad():
+        expected = own(**given).sample
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(own)
+        seqpar.parallelize(model, comm)
+        model.enable_forward_chunking(chunk_size=5, dim=1)
+        with advised(
+            NotImplementedError,
+            "call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples",
+        ):
+            model(**given)
+        if way == "none":
+            model.disable_forward_chunking()
+        else:
+            model.enable_forward_chunking(dim=0)
+        with torch.no_grad():
+            return torch.allclose(model(**given).sample, expected, atol=1e-8)
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def test_a_class_gets_another_forward_before_its_model_is_made_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     model, kind = copy.deepcopy(MODEL), type(MODEL)
     former = kind.forward

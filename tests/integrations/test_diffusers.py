@@ -314,6 +314,17 @@ def test_what_ranks_compare_of_a_tensor_is_its_elements(x: Tensor) -> None:
         assert fingerprint(other) != fingerprint(x)
 
 
+@pytest.mark.parametrize("name", ["flux", "flux2", "sd3", "hunyuan masked", "bria"])
+@pytest.mark.sampled(2)
+def test_text_of_one_sample_is_that_of_all_as_in_one_process(name: str, no_islands: None) -> None:
+    model, inputs = made(name)
+    recipe = RECIPES[type(model).__name__]
+    for argument in filter(None, (recipe.text, recipe.mask)):
+        inputs[argument] = inputs[argument][:1]
+    for got in run_threads(2, step, model, inputs):
+        same(got, one(model, inputs), 1e-10)
+
+
 def test_a_pipeline_makes_the_latents_of_one_process_of_one_prompt() -> None:
     model, _ = made("wan", torch.float32)
     text = random(1, TEXT, 8, seed=2).float()
@@ -631,6 +642,10 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
     "attention strengths": (
         "video_self_attention_mask is not", NotImplementedError,
         given(video_self_attention_mask=torch.ones(2, 30, 30)), "ltx2",
+    ),
+    "parts of tokens": (
+        "transformer_blocks.0 runs its feed-forward layer in parts along tokens", NotImplementedError,
+        lambda model, inputs: model.enable_forward_chunking(chunk_size=5, dim=1), "sd3",  # type: ignore[operator]
     ),
     "frames": (r"\[2, 60, 16\] at dim -2, expected 30 tokens of the image", ValueError, given(num_frames=6), "ltx2"),
     "no audio": ("got no audio_hidden_states", TypeError, without("audio_hidden_states"), "ltx2"),

@@ -131,6 +131,7 @@ def _compared(
             checks = WeightChecks()
         if (count := checks.due(model)) is not None:
             facts.own["weights"] = weights_of(model, buffers=not count)  # a step leaves buffers alone
+        recipe.expand_text(arguments)
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
         if recipe.mask and not recipe.masks:

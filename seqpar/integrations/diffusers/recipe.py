@@ -129,12 +129,25 @@ class ModelRecipe:
             raise NotImplementedError(
                 f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
             )
+        for name, module in named:
+            if vars(module).get("_chunk_size") is not None and vars(module).get("_chunk_dim"):
+                raise NotImplementedError(
+                    f"diffusers: {name} runs its feed-forward layer in parts along tokens, which are fewer on each "
+                    "rank; call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples"
+                )
         for name, supported in self.settings.items():
             # other versions of diffusers may not have the setting
             if (value := model.config.get(name, supported[0])) not in supported:  # type: ignore[union-attr, operator]
                 raise NotImplementedError(
                     f"diffusers: {name_of(model)} with {name}={value!r:.200}, expected one of {supported}"
                 )
+
+    def expand_text(self, arguments: dict[str, Any]) -> None:
+        """Give text of one sample, and its mask, to all samples of a call, as models of joint attention do."""
+        samples = arguments["hidden_states"].shape[0]
+        for name in filter(None, (self.text, self.mask)):
+            if (x := arguments.get(name)) is not None and self.text is not None and x.shape[0] == 1:
+                arguments[name] = x.expand(samples, *x.shape[1:])
 
     def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
         """The tokens of a call.
