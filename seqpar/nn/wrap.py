@@ -165,7 +165,7 @@ def places_of(module: nn.Module, method: str = "forward") -> Iterator[tuple[Any,
         if home == "accelerate.hooks" and name != "_old_forward" and "_old_forward" in vars(module):
             owner, name = module, "_old_forward"
         elif home == "diffusers.hooks.hooks":
-            owner = function.__closure__[0].cell_contents
+            (owner,) = [cell.cell_contents for cell in function.__closure__]  # the hook's references to functions
             name = "forward" if owner.original_forward is None else "original_forward"
         else:
             return
