@@ -318,7 +318,7 @@ class Parallelized(ParallelModel):
             facts |= {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            if self.check_inputs and (count := seen.checks.due(model)) is not None:
+            if self.check_inputs and (count := seen.checks.due(seen.modules)) is not None:
                 since = ", as without sync_gradients before an optimizer's steps" if count else ""
                 facts[f"weights{since}"] = weights_of(model, buffers=not count)
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from weakref import WeakSet
 
@@ -33,9 +33,10 @@ class WeightChecks:
         self._counts: dict[int, int] = {}  # forwards by a hash of the parameters that are trainable
         self._now = 0
 
-    def due(self, model: nn.Module) -> int | None:
-        """The number of the forward that begins, if weights are compared before it."""
-        self._now = hash(tuple([p.requires_grad for p in model.parameters()]))
+    def due(self, modules: Iterable[nn.Module]) -> int | None:
+        """The number of the forward that begins, if weights are compared before it. modules: all of the model."""
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._now = hash(tuple([p.requires_grad for p in parameters]))
         count = self._counts.get(self._now, 0)
         return count if count in COMPARED and (not count or torch.is_grad_enabled()) else None
 

@@ -276,9 +276,9 @@ def test_tensors_of_one_value_have_fingerprints_of_their_own() -> None:
 
 def test_a_fingerprint_depends_on_the_places_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    for chunk in (1 << 20, 24):  # with rows in one chunk, and in several
+    for chunk in (1 << 20, 16):  # all rows in one chunk, and two in each
         monkeypatch.setattr("seqpar.nn.fingerprint.CHUNK", chunk)
-        assert len({hashed(y) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(3, 0))}) == 5
+        assert len({hashed(y) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(2, 0))}) == 5
     assert hashed(torch.tensor([1, 2, 2, 1])) != hashed(torch.tensor([2, 1, 1, 2]))  # the same sum and center
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     assert weights_of(model) != weights_of(nn.Sequential(model[1], model[0]))

@@ -125,11 +125,12 @@ def _compared(
         named = list(model.named_modules())
         recipe.check(named, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
-        modules = identity_of(module for _, module in named)
-        before, checks = sharing.checks.get(model, (modules, WeightChecks()))
-        if before != modules:  # adapters may have been put in, with weights of their own
+        modules = [module for _, module in named]
+        identity = identity_of(modules)
+        before, checks = sharing.checks.get(model, (identity, WeightChecks()))
+        if before != identity:  # adapters may have been put in, with weights of their own
             checks = WeightChecks()
-        if (count := checks.due(model)) is not None:
+        if (count := checks.due(modules)) is not None:
             facts.own["weights"] = weights_of(model, buffers=not count)  # a step leaves buffers alone
         recipe.expand_text(arguments)
         valid = arguments.get(recipe.mask) if recipe.mask else None
@@ -141,7 +142,7 @@ def _compared(
             sharing.plan(sizes, queries, keys)  # here no compiler looks on
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
-    sharing.checks[model] = modules, checks
+    sharing.checks[model] = identity, checks
     checks.passed()
     _same_on_all(facts.every, count)
     return arguments, sizes
