@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
@@ -71,6 +72,7 @@ class _Forward:
     ) -> None:  # fmt: skip
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
         self.numerics = numerics
+        self._compared = 0  # forwards that count for comparisons of weights
         self._loop: Loop | None = None  # of the model whose forward came first, not of its copies
 
     def close(self) -> None:
@@ -106,7 +108,10 @@ class _Forward:
     def _compare(self, model: nn.Module) -> None:
         """Raise ValueError on every rank if weights differ between ranks, from the start or by unsummed gradients."""
         refuse_transforms(f"parallelize({type(model).__name__})")
-        if self.comm.size == 1 or self.count not in COMPARED:
+        if self.comm.size == 1 or (self._compared and not torch.is_grad_enabled()):
+            return  # optimizers step between forwards with gradients alone
+        self._compared += 1
+        if self._compared - 1 not in COMPARED:
             return
         if self._loop is None:
             self._loop = Loop(model, self.comm)
