@@ -10,6 +10,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqpar.nn.kinds import name_of
 
@@ -112,11 +113,17 @@ def _warn_of_meta(model: nn.Module, name: str) -> None:
 def hashed(x: object) -> int:
     """A fingerprint of 64 bits; other elements, or the same in another order, almost never have it.
 
-    0 for an empty tensor or a DTensor.
+    0 for an empty tensor, and for a DTensor or another shard.
     """
-    if type(x) not in (Tensor, nn.Parameter) or not x.numel() or x.is_meta:  # type: ignore[attr-defined]
+    if not isinstance(x, Tensor) or not x.numel() or x.is_meta or type(x).__module__.startswith("torch.distributed"):
         return 0
-    bits = _bits(x).reshape(-1)  # type: ignore[arg-type]
+    if is_traceable_wrapper_subclass(x):  # as quantised weights, which consist of others
+        found = 0
+        for name in x.__tensor_flatten__()[0]:
+            found = (found * SPREAD + hashed(getattr(x, name))) % (1 << 64)
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        bits = _bits(x.detach().as_subclass(Tensor)).reshape(-1)
     factors = _random(0, min(CHUNK, len(bits)), bits.device) | 1  # odd, so that any change of one element counts
     found = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(CHUNK):

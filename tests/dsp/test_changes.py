@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import parallelize
@@ -272,6 +273,22 @@ def test_tensors_of_one_value_have_fingerprints_of_their_own() -> None:
     assert hashed(x) == hashed(x.clone()) != hashed(x + 1) and abs(hashed(x)) < 2**63
     found = dict(leaves({"a": [np.arange(3), None], "b": object(), "c": {"d": 1}}))
     assert found.keys() == {"a.0", "b", "c.d"} and found["b"] == "object" and torch.equal(found["a.0"], torch.arange(3))
+
+
+class Coded(nn.Parameter):
+    """As of quantised weights, whose elements are codes in a tensor of the class."""
+
+
+def test_weights_of_other_classes_have_fingerprints_too() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    of_two = [TwoTensor(x, y) for y in (x, x + 1)]
+    coded = [Coded(y, requires_grad=False) for y in (x, x + 1)]
+    for same, other in (of_two, coded):
+        assert hashed(same) and hashed(same) != hashed(other) and hashed(same) == hashed(copy.deepcopy(same))
+    model = nn.Linear(6, 4)
+    before = weights_of(model)
+    model.weight = Coded(model.weight.detach() + 1, requires_grad=False)
+    assert weights_of(model) != before
 
 
 def test_a_fingerprint_depends_on_the_places_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
