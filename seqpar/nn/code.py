@@ -1,4 +1,4 @@
-"""What the forwards of a model run, in two numbers: they change when a user changes what the model computes.
+"""What the forwards of a model run, in a few numbers: they change when a user changes what the model computes.
 
 A trial shows what a model did with its rows. It holds until somebody puts in another module, forward, method or hook,
 or sets a mode or a flag by which code may choose.
@@ -6,45 +6,57 @@ or sets a mode or a flag by which code may choose.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_torch
 
 from seqpar.nn.saved_state import OF_MODULES, STATELESS, is_wrapper
 from seqpar.nn.wrap import Around
 
-FEW = 16  # elements of a list in which functions are looked for
+FEW = 16  # elements of a container that are looked at
 DEEP = 3  # functions inside functions, as in closures and partials
 LEFT_OUT = {*OF_MODULES, "forward", "_diffusers_hook"}  # those hooks are checked by themselves, and count steps
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # a module's address may be that of a former one
+GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+
+_numbers: dict[int, tuple[Callable[[], Any], int]] = {}  # of modules, by their ids; an address may be used again
 _count = count()
+_hashes: dict[int, tuple[CodeType, int]] = {}  # of code objects, by their ids
+KEPT = 4096  # hashes
 
 
 class Code(NamedTuple):
     """Hashes of what the forwards of a model run, in this process.
 
-    written: modules, and the code of their classes, forwards, hooks, and functions in attributes. chosen: modes of
-    modules, and attributes that are flags: None, a bool, a string, an enum, a dtype, whether a number is 0.
+    written: modules with their modes, and the code of their classes, forwards and hooks. held: functions and classes of
+    objects in attributes. flags: attributes that are None, a bool, an enum or a dtype, and whether a number is 0.
+    words: those that are strings.
     """
 
     written: int
-    chosen: int
+    held: int
+    flags: int
+    words: int
 
 
 def code_of(modules: Iterable[nn.Module]) -> Code:
     """The code of a model, given as all modules in it."""
     notes = _Notes()
+    for hooks in GLOBAL_HOOKS:
+        for hook in getattr(of_torch, hooks, {}).values():
+            notes.add_function(notes.written, hook, DEEP)
     for module in modules:
         notes.add_module(module)
-    return Code(hash(tuple(notes.written)), hash(tuple(notes.chosen)))
+    return Code(*(hash(tuple(several)) for several in (notes.written, notes.held, notes.flags, notes.words)))
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
@@ -52,15 +64,40 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
     return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
 
 
+@contextmanager
+def under_autocast(dtypes: Sequence[torch.dtype | None]) -> Iterator[None]:
+    """A block with autocast as `autocast_dtypes` found it."""
+    with ExitStack() as stack:
+        for device, now, dtype in zip(("cpu", "cuda"), autocast_dtypes(), dtypes):
+            if now != dtype:
+                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+        yield
+
+
 def identity_of(modules: Iterable[nn.Module]) -> int:
     """A hash of the modules that a model has: another one after one was put in, taken out or replaced."""
     return hash(tuple(map(_number, modules)))
 
 
+class Few:
+    """Values that count while there are few of them: where one changes in every step, trials do not follow it."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._seen = most, set[Hashable]()
+
+    def known(self, value: Hashable) -> Hashable:
+        """The value if it is one of the first, else None."""
+        if len(self._seen) < self.most:
+            self._seen.add(value)
+        return value if value in self._seen else None
+
+
 def _number(module: nn.Module) -> int:
-    if (number := _numbers.get(module)) is None:
-        number = _numbers[module] = next(_count)
-    return number
+    own = id(module)  # by identity: a module may have a hash of its own, as a metric's of its state
+    found = _numbers.get(own)
+    if found is None or found[0]() is not module:
+        found = _numbers[own] = ref(module, lambda _, own=own: _numbers.pop(own, None)), next(_count)
+    return found[1]
 
 
 class _Notes:
@@ -68,111 +105,142 @@ class _Notes:
 
     def __init__(self) -> None:
         self.written: list[Hashable] = []
-        self.chosen: list[Hashable] = []
-        self.seen: set[Any] = set()  # classes, and ids of objects, which the model holds meanwhile
+        self.held: list[Hashable] = []
+        self.flags: list[Hashable] = []
+        self.words: list[Hashable] = []
+        self.seen: set[int] = set()  # ids of classes and objects, which the model holds meanwhile
 
     def add_module(self, module: nn.Module) -> None:
         own, kind = module.__dict__, type(module)
-        self.written += _number(module), kind
-        self.chosen.append(module.training)  # a compiled module asks its own
-        if kind not in self.seen:
-            self._add_class(kind)
+        self.written += _number(module), module.training  # a compiled module asks its own for the mode
+        self.add_class(kind)
         for hooks in HOOKS:
             if several := own.get(hooks):
                 for hook in several.values():
-                    self._add_function(hook, DEEP)
+                    self.add_function(self.written, hook, DEEP)
         if forward := own.get("forward"):
-            self._add_function(forward, DEEP)
-        # nobody sets flags of PyTorch's layers, and those of its wrappers change in every step
-        if kind.__module__.startswith("torch.nn.modules.") or is_wrapper(module):
+            self.add_function(self.written, forward, DEEP)
+        for tensors in ("_parameters", "_buffers"):
+            if several := own.get(tensors):
+                self.flags += [x is None for x in several.values()]
+        # nobody sets attributes of PyTorch's layers that have no parts, and those of its wrappers change in every step
+        if (kind.__module__.startswith("torch.nn.modules.") and not own.get("_modules")) or is_wrapper(module):
             return
         for name, value in own.items():
             if name not in LEFT_OUT:
-                self._add(value, DEEP)
+                self.add(value, DEEP)
 
-    def _add_class(self, kind: type) -> None:
-        self.seen.add(kind)
-        for each in kind.__mro__:
-            if not each.__module__.startswith(("torch.", "builtins")):
-                self.written += map(_code, filter(_is_function, each.__dict__.values()))
-                self.chosen += [x for x in each.__dict__.values() if type(x) in (bool, str)]
-        self.written.append(_code(kind.forward) if _is_function(getattr(kind, "forward", None)) else None)
-
-    def _add(self, value: Any, deep: int) -> None:
-        kind = type(value)
-        if kind in _FLAGS:
-            self.chosen.append(value)
-        elif kind in (int, float):  # which may count steps
-            self.chosen.append(value != 0)
-        elif issubclass(kind, (Tensor, nn.Module)):
-            self.chosen.append(kind)
-        elif issubclass(kind, Enum):
-            self.chosen.append(value)
-        elif deep == 0:
+    def add_class(self, kind: type) -> None:
+        if id(kind) in self.seen:
             return
-        elif callable(value):
-            self._add_function(value, deep)
-        elif kind in (list, tuple, dict):
-            inside = value.values() if kind is dict else value
+        self.seen.add(id(kind))
+        self.written.append(f"{kind.__module__}.{kind.__qualname__}")
+        for each in kind.__mro__:
+            if each.__module__.startswith(("torch.", "builtins")):
+                continue
+            for value in each.__dict__.values():
+                inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if type(inner) is FunctionType:
+                    self.written.append(_hash_of(inner.__code__))
+                    if inner.__closure__:
+                        self.add_function(self.written, inner, DEEP - 1)
+                elif type(value) in (bool, str, int, float, type(None), partial):
+                    self.add(value, 1)
+        forward = getattr(kind, "forward", None)
+        self.written.append(_hash_of(forward.__code__) if type(forward) is FunctionType else None)
+
+    def add(self, value: Any, deep: int) -> None:
+        """A value in an attribute, a closure or an argument."""
+        kind = type(value)
+        if kind is bool or value is None or kind is torch.dtype or kind is torch.device:
+            self.flags.append(value)
+        elif kind is str:
+            self.words.append(value)
+        elif kind is int or kind is float:  # which may count steps
+            self.flags.append(value != 0)
+        elif issubclass(kind, (Tensor, nn.Module)):
+            self.held.append(kind.__qualname__)
+        elif deep:
+            try:
+                self._add_other(value, kind, deep)
+            except Exception:  # an object may raise whatever it is asked
+                self.held.append(kind.__qualname__)
+
+    def _add_other(self, value: Any, kind: type, deep: int) -> None:
+        if issubclass(kind, Enum):
+            self.flags.append((kind.__qualname__, value.name))
+        elif issubclass(kind, (list, set, frozenset)):
+            if len(value) <= FEW:  # which may be logs; functions alone choose code there
+                self._add_all([x for x in value if callable(x)], deep)
+        elif issubclass(kind, (tuple, dict)):
+            inside = list(value.values() if issubclass(kind, dict) else value)
             if len(inside) <= FEW:
-                for each in inside:
-                    if callable(each) and not isinstance(each, nn.Module):
-                        self._add_function(each, deep - 1)
+                self._add_all([x for x in inside if type(x) in (bool, str, type(None)) or callable(x)], deep)
+        elif callable(value):
+            self.add_function(self.held, value, deep)
         else:
-            self._add_object(value, deep)
+            self._add_object(self.held, value, deep)
 
-    def _add_object(self, value: Any, deep: int) -> None:
+    def _add_object(self, notes: list[Hashable], value: Any, deep: int) -> None:
         """An object's class, and its attributes, such as the settings in a config."""
-        self.written.append(type(value))
-        if id(value) not in self.seen and not type(value).__module__.startswith(STATELESS):
+        kind = type(value)
+        notes.append(kind.__qualname__)
+        if id(value) not in self.seen and not kind.__module__.startswith(STATELESS):
             self.seen.add(id(value))
-            for each in getattr(value, "__dict__", {}).values():
-                self._add(each, deep - 1)
+            self._add_all(list(getattr(value, "__dict__", {}).values()), deep)
 
-    def _add_function(self, function: Any, deep: int) -> None:
+    def add_function(self, notes: list[Hashable], function: Any, deep: int) -> None:
         """A function's code, and what it was made with: not the object, since a hook may be made anew in every step."""
-        if isinstance(function, Around):
-            function = function.forward
-        if isinstance(function, MethodType):
-            self.written.append(type(function.__self__))
-            function = function.__func__
-        if deep == 0:
-            self.written.append(type(function))
-        elif isinstance(function, FunctionType):
-            self.written.append(function.__code__)
+        try:
+            self._add_function(notes, function, deep)
+        except Exception:
+            notes.append(type(function).__qualname__)
+
+    def _add_function(self, notes: list[Hashable], function: Any, deep: int) -> None:
+        kind = type(function)
+        if kind is Around:
+            function, kind = function.forward, type(function.forward)
+        if kind is MethodType:
+            owner, function, kind = function.__self__, function.__func__, type(function.__func__)
+            if isinstance(owner, type):
+                notes.append(f"{owner.__module__}.{owner.__qualname__}")
+            elif isinstance(owner, nn.Module):
+                notes.append(type(owner).__qualname__)
+            elif deep:
+                self._add_object(notes, owner, deep)
+        if kind is FunctionType:
+            notes.append(_hash_of(function.__code__))
             cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
             self._add_all([*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], deep)
-        elif isinstance(function, partial):
-            self._add_function(function.func, deep - 1)
+        elif kind is partial:
+            self.add_function(notes, function.func, deep)
             self._add_all([*function.args, *function.keywords.values()], deep)
-        elif isinstance(function, type) or not hasattr(function, "__dict__"):  # a class, or written in C
-            self.written.append(function if isinstance(function, type) else getattr(function, "__qualname__", None))
-        elif not isinstance(function, nn.Module):
-            self.written.append(getattr(function, "__qualname__", None))
-            if type(function) not in self.seen:
-                self._add_class(type(function))
-            self._add_object(function, deep)
+        elif issubclass(kind, type):
+            notes.append(f"{function.__module__}.{function.__qualname__}")
+        elif issubclass(kind, nn.Module) or kind.__module__.startswith(STATELESS):  # and what is written in C
+            notes.append(getattr(function, "__qualname__", kind.__qualname__))
+        elif deep:
+            self.add_class(kind)
+            self._add_object(notes, function, deep)
 
     def _add_all(self, values: Iterable[Any], deep: int) -> None:
         for value in values:
-            self._add(value, deep - 1)
-
-
-_FLAGS = {bool, str, type(None), torch.dtype, torch.device}
-
-
-def _is_function(value: Any) -> bool:
-    return type(value) is FunctionType
+            self.add(value, deep - 1)
 
 
 def _is_filled(cell: Any) -> bool:
     try:
-        return cell.cell_contents is not None
+        _ = cell.cell_contents
     except ValueError:
         return False
+    return True
 
 
-@lru_cache(4096)
-def _code(function: FunctionType) -> int:
-    """The hash of a function's code; its code is kept as long as this is remembered."""
-    return hash(function.__code__)
+def _hash_of(code: CodeType) -> int:
+    """The hash of a function's code; not of the function, which may hold a model."""
+    found = _hashes.get(id(code))
+    if found is None or found[0] is not code:
+        if len(_hashes) > KEPT:
+            _hashes.clear()
+        found = _hashes[id(code)] = code, hash(code)
+    return found[1]

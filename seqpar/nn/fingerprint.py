@@ -127,7 +127,9 @@ def hashed(x: object) -> int:
     factors = _random(0, min(CHUNK, len(bits)), bits.device) | 1  # odd, so that any change of one element counts
     found = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(CHUNK):
-        found = found * SPREAD + (chunk.long() * factors[: len(chunk)]).sum()
+        chunk = chunk.long()
+        # numbers such as 1.0 have all their bits at the upper end, where products would lose them
+        found = found * SPREAD + ((chunk ^ (chunk >> 32)) * factors[: len(chunk)]).sum()
     return int(found)
 
 

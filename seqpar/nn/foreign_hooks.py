@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -82,10 +83,10 @@ def warn_of_own_code(named: Named) -> None:
     if model in _told:
         return
     for path, module in named[1:]:
-        if what := own_code(module):
+        if found := own_code(module):
             _told.add(model)
             warnings.warn(
-                f"{path} of a parallel {name_of(model)} has {what}, which sees a rank's tokens alone, and nothing "
+                f"{path} of a parallel {name_of(model)} has {next(iter(found.values()))}, which sees a rank's tokens alone, and nothing "
                 "tries whether it mixes, counts or numbers them",
                 stacklevel=2,
             )
@@ -96,32 +97,42 @@ def warn_of_own_hooks(model: nn.Module, paths: Iterable[str]) -> None:
     """Warn once for a hook of a user on modules whose trials do not call it, as it runs before and after their rows."""
     for path in paths:
         module = model.get_submodule(path)
-        if module not in _told and (hook := _own_hook(module)):
+        if module not in _told and _own_hooks(module):
             _told.add(module)
             warnings.warn(
-                f"{path} of a parallel {name_of(model)} has {hook}, which sees a rank's share of the rows, and nothing "
+                f"{path} of a parallel {name_of(model)} has a hook of your own, which sees a rank's share of the rows, and nothing "
                 "tries whether it mixes, counts or numbers them; let it look at each row by itself, or put it on a "
                 f"module inside {path}, where it is tried",
                 stacklevel=2,
             )
 
 
-def own_code(module: nn.Module) -> str:
-    """What a user has put on a module, or ""."""
-    own = module.__dict__
-    if not _is_known(type(module)):
-        return f"the class {type(module).__qualname__} of your own"
-    if not _is_known(type(own.get("processor") or module._modules.get("processor"))):
-        return "a processor of your own"
+def own_code(module: nn.Module, *, forwards: bool = True) -> dict[object, str]:
+    """What a user has put on a module, by something that tells it from what comes in its place later.
+
+    forwards: whether to look at forwards of the module and its class.
+    """
+    own, kind, found = module.__dict__, type(module), dict[object, str]()
+    if not _is_known(kind):
+        found[kind.__qualname__] = f"the class {kind.__qualname__} of your own"
+    elif forwards and not _is_known(kind.forward):
+        found["written", kind.forward] = f"a forward of your own in its class {kind.__qualname__}"
+    processor = own.get("processor") or module._modules.get("processor")
+    if not _is_known(type(processor)):
+        found["processor", id(processor)] = "a processor of your own"
     forward = own.get("forward")
-    if forward is not None and not isinstance(forward, Around) and not _is_known(_inner(forward)):
-        return "a forward of your own"
-    return _own_hook(module)
+    if forwards and forward is not None and not isinstance(forward, Around) and not _is_known(_inner(forward)):
+        found["forward", id(forward)] = "a forward of your own"
+    for name, value in own.items():
+        if type(value) is FunctionType and name != "forward" and not _is_known(value):
+            found[name, id(value)] = f"a function of your own, {name}"
+    return found | {("hook", key): "a hook of your own" for key in _own_hooks(module)}
 
 
-def _own_hook(module: nn.Module) -> str:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return "" if all(_is_known(_inner(hook)) for hook in hooks) else "a hook of your own"
+def _own_hooks(module: nn.Module) -> list[int]:
+    """The numbers of a user's hooks, which no two hooks share."""
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    return [key for key, hook in hooks if not _is_known(_inner(hook))]
 
 
 def _inner(function: Any) -> Any:
@@ -131,4 +142,9 @@ def _inner(function: Any) -> Any:
 
 
 def _is_known(code: Any) -> bool:
-    return (getattr(code, "__module__", None) or "").partition(".")[0] in LIBRARIES
+    """Whether code is of a library: a function by where it was written, as `functools.wraps` gives it another module."""
+    if isinstance(code, (FunctionType, MethodType)):
+        where = getattr(code, "__globals__", {}).get("__name__")
+    else:
+        where = getattr(code, "__module__", None)
+    return (where or "builtins").partition(".")[0] in LIBRARIES

@@ -190,8 +190,14 @@ def _set_state(source: Any, state: Any) -> None:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is a wrapper of PyTorch's, such as DDP, whose attributes change in every forward."""
-    return type(module).__module__.startswith(_WRAPPERS)
+    """Whether a module is a wrapper of PyTorch's, such as DDP, whose attributes change in every forward.
+
+    One under `fully_shard` is none, though FSDP2 gives it a class of its own beside the user's.
+    """
+    kind = type(module)
+    return kind.__module__.startswith(_WRAPPERS) and not any(
+        issubclass(each, nn.Module) and not each.__module__.startswith("torch.") for each in kind.__mro__
+    )
 
 
 @contextmanager

@@ -5,11 +5,12 @@ half as long as any before, since something may depend on the longest position o
 that only show after some steps it is tried again at the 16th such call. A call of a model whose code has changed, by
 another module, forward, hook, mode or flag, is a new one.
 
-If ranks meet in a model's forward, in FSDP's gathers or DDP's buffers, each rank must run it equally often. So whether
-such a model is tried, and how often, follows from facts that all ranks know: training mode, and, if only ranks of the
-comm meet, the plan and the code of each rank's model, which they exchange. Arguments do not decide, as they may differ
-between ranks: a rank that is called in a new way tries other models alone, and the next exchange tells the others if it
-refuses.
+Ranks may meet in a model's forward, in an exchange of its own or of a wrapper. So they tell each other the code of
+their models before each forward, and a change on one rank, such as a hook, is tried by all. In FSDP's gathers and DDP's
+buffers each rank must run a model equally often. Whether such a model is tried, and how often, follows from facts that
+all ranks know: training mode, and the plan and the codes if only ranks of the comm meet. Arguments do not decide, as
+they may differ between ranks: a rank that is called in a new way tries other models alone, and the next exchange tells
+the others if it refuses.
 """
 
 from __future__ import annotations
@@ -31,72 +32,85 @@ from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.probe.trial import READINGS, try_model
 from seqpar.nn.asleep import awakened
-from seqpar.nn.code import Code, autocast_dtypes
+from seqpar.nn.code import Code, Few, autocast_dtypes
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
 
 AGAIN = 16  # the call at which a model that passed is tried once more
-KEPT = 64  # remembered ways of calling models; the oldest go first
-FLAGS = 16  # remembered combinations of a model's flags; where there are more, as of a counter, they do not decide
+KEPT = 64  # remembered ways of calling models, and codes of a model; the oldest go first
+FLAGS, WORDS = 64, 16  # remembered combinations of a model's flags, and of its strings, which a step may number
 BatchSizes = frozenset[tuple[str, int]]  # batch and document sizes, in powers of 2
 CallWay = tuple[Hashable, ...]  # of calling a model, see `way_of`
-Key = tuple[
-    CallWay | bool, Hashable
-]  # what decides whether a call is new: the way or whether it is training, and the code
+Key = CallWay | bool  # what decides whether a call is new: the way, or for all ranks whether the model is training
 
 
 class CallHistory(NamedTuple):
-    """A way of calling a model: the sizes with which it passed, the number of calls, and the code that was tried."""
+    """A way of calling a model: the sizes with which it passed, and the number of calls."""
 
     sizes: BatchSizes = frozenset()
     calls: int = 0
-    code: Code | None = None
 
 
-_histories: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, dict[Key, CallHistory]]]
+class ModelHistory:
+    """What a comm knows of a model. codes: its code on each rank -> the ways in which it was called since."""
+
+    def __init__(self) -> None:
+        self.codes: dict[Hashable, dict[Key, CallHistory]] = {}
+        self.tried: dict[bool, int] = {}  # what was written when a model was tried that is tried once, by its mode
+        self._flags, self._words = Few(FLAGS), Few(WORDS)
+
+    def of(self, codes: Sequence[Code]) -> dict[Key, CallHistory]:
+        """The ways in which a model of such codes was called, the same on all ranks, which ask for the same codes."""
+        known = [(x.written, x.held, self._flags.known(x.flags), self._words.known(x.words)) for x in codes]
+        found = self.codes.setdefault(tuple(known), {})
+        if len(self.codes) > KEPT:  # the same one on all ranks
+            del self.codes[next(iter(self.codes))]
+        return found
+
+
+_histories: weakref.WeakKeyDictionary[Comm, weakref.WeakKeyDictionary[nn.Module, ModelHistory]]
 _histories = weakref.WeakKeyDictionary()
-_flags: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 _together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose forward ranks meet
+
+
+def history_of(model: nn.Module, comm: Comm) -> ModelHistory:
+    """What a comm knows of a model."""
+    return _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, ModelHistory())
 
 
 class ModelCall:
     """A call of a model, to be tried unless one like it was.
 
-    way: that in which this rank calls the model; None for what all ranks know, and so try at a time. code: the model's.
+    way: that in which this rank calls the model; None for what all ranks know, and so try at a time. codes: those of
+    the model on all ranks. own: this rank's.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, way: CallWay | None, code: Code) -> None:
-        self.model, self.plan, self.comm, self.code = model, plan, comm, code
+    def __init__(
+        self, model: nn.Module, plan: Plan, comm: Comm, way: CallWay | None, codes: Sequence[Code], own: Code
+    ) -> None:  # fmt: skip
+        self.model, self.plan, self.comm, self.own = model, plan, comm, own
         self.longest = plan.memo("longest", lambda: int(plan.mask.lengths.max(initial=0)))
         sizes = {"batch": plan.mask.tokens, "document": self.longest}
         self.sizes: BatchSizes = frozenset((what, max(0, n - 1).bit_length()) for what, n in sizes.items())
-        self.known = _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, {})
-        self.key: Key = (model.training, None) if way is None else (way, self._few(code))
+        self.history = history_of(model, comm)
+        self.key: Key = model.training if way is None else way
+        self.known = self.history.of(codes)
         if model not in _together and self.is_new() and ranks_meet(model):
             _together.add(model)
         self.together = model in _together
         self.once = self.together and comm.size != dist.get_world_size()
         self.shared = way is None or self.together  # whether all ranks try it at a time
         if self.together:
-            self.key = model.training, None
-        if self.once:  # ranks of other comms, with other plans, may be in the same forward
-            self.sizes = frozenset({("any", 0)})
-
-    def _few(self, *codes: Code) -> tuple[Hashable, ...]:
-        """The codes, without flags if these differ in too many calls."""
-        flags = _flags.setdefault(self.model, set())
-        flags |= {code.chosen for code in codes} if len(flags) < FLAGS else set()
-        return tuple((code.written, code.chosen if code.chosen in flags else None) for code in codes)
+            self.key = model.training
+        if self.once:  # ranks of other comms, with other plans and codes, may be in the same forward
+            self.sizes, self.known = frozenset({("any", 0)}), self.history.of([])
 
     def is_new(self) -> bool:
         """Whether no call like it has been tried."""
         return not self.sizes <= self.known.get(self.key, CallHistory()).sizes
 
     def is_due(self) -> bool:
-        """Whether to try it; counts the calls of a way that passed. A collective if ranks meet in the model's forward:
-        they exchange the code of their models, and a hook on one of them concerns all."""
-        if self.together and not self.once:
-            self.key = self.model.training, self._few(*self._gather(self.code))
+        """Whether to try it; counts the calls of a way that passed."""
         if self.is_new():
             return True
         history = self.known[self.key]
@@ -164,8 +178,7 @@ class ModelCall:
 
     def changed(self) -> str | None:
         """Why what was tried may be out of date, though it is not tried again."""
-        tried = self.known.get(self.key, CallHistory()).code
-        if not self.once or tried is None or tried.written == self.code.written:
+        if not self.once or self.history.tried.get(self.model.training) in (None, self.own.written):
             return None
         return (
             "its modules, forwards or hooks were changed after it was tried, and it is not tried again, since ranks of "
@@ -191,9 +204,11 @@ class ModelCall:
     def _settle(self) -> None:
         """Remember a call that passed."""
         before = self.known.pop(self.key, CallHistory(calls=1))
-        self.known[self.key] = before._replace(sizes=before.sizes | self.sizes, code=before.code or self.code)
+        self.known[self.key] = before._replace(sizes=before.sizes | self.sizes)
+        if self.once:
+            self.history.tried.setdefault(self.model.training, self.own.written)
         # what all ranks know is never forgotten, as not all of them would
-        ways = [key for key in self.known if not isinstance(key[0], bool)]
+        ways = [key for key in self.known if not isinstance(key, bool)]
         if len(ways) > KEPT:
             del self.known[ways[0]]
 
@@ -219,6 +234,11 @@ def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> 
     """The way in which a model is called: the names and kinds of its arguments, the values of flags, and autocast."""
     named = tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None)
     return tuple(map(_kind, args)), named, training, autocast_dtypes()
+
+
+def autocast_of(way: CallWay) -> Any:
+    """The dtypes of autocast in a way of calling a model."""
+    return way[-1]
 
 
 def _kind(x: Any) -> Hashable:

@@ -121,7 +121,9 @@ class _Forward:
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
-        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), code_of(model.modules()))
+        own = code_of(model.modules())
+        codes = self.comm.gather(f"sdpa: what {type(model).__name__} runs", own)
+        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), codes, own)
         if not call.is_due():
             return call.changed()
         if model.training and (reasons := dropping(model) + renorming(model)):

@@ -12,11 +12,11 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +27,12 @@ from torch.overrides import TorchFunctionMode
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.facts.mask import Mask
-from seqpar.integrations.probe.calls import ModelCall, outermost, way_of
+from seqpar.integrations.probe.calls import CallWay, ModelCall, autocast_of, outermost, way_of
 from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet, seen_pairs
-from seqpar.nn.code import code_of
+from seqpar.nn.code import Code, code_of, under_autocast
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
@@ -140,6 +140,14 @@ class KnownMask:
         return self.known
 
 
+class ModelUse(NamedTuple):
+    """A model that a block has called: its code then, and the arguments of its first call in each way."""
+
+    model: nn.Module
+    code: Code
+    ways: dict[CallWay, tuple[Any, Any]]
+
+
 class Rerouting(TorchFunctionMode):
     """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint recomputes."""
 
@@ -157,8 +165,7 @@ class Rerouting(TorchFunctionMode):
         self.tries = tries and not again
         self.below: FrameType | None = None
         self.noticed: dict[str, Any] | None = None  # the keyword arguments of the last call that attended
-        # calls to be tried, with their arguments, by module, whether it was training, and the way of the call
-        self.called: dict[tuple[nn.Module, bool, Hashable], tuple[list[ModelCall], Any, Any] | None] = {}
+        self.called: dict[tuple[nn.Module, bool], ModelUse] = {}  # by module and whether it was training
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
@@ -187,9 +194,8 @@ class Rerouting(TorchFunctionMode):
                 "sdpa: torch.backends.mha.set_fastpath_enabled(True) inside the block lets encoder layers in eval "
                 "attend to a shard alone"
             )
-        if kind is None:
-            for untried in filter(None, called.values()):
-                self._try(*untried)
+        if kind is None and self.tries and self.calls != self.first and not under_trial():
+            self._try_all(list(called.values()))
         if kind is None and self.calls == self.first and not self.again:
             raise RuntimeError(
                 "sdpa: no attention was rerouted inside the block, in which the model called neither "
@@ -389,28 +395,42 @@ class Rerouting(TorchFunctionMode):
         if self.noticed is kwargs:  # another layer of the same call
             return
         self.noticed = kwargs
-        code, way = code_of(model.modules()), way_of(args, kwargs, model.training)
-        if (key := (model, model.training, (way, code))) in self.called:
-            return
-        first = key[:2] not in (known[:2] for known in self.called)
-        calls = [ModelCall(model, self.plan, self.comm, each, code) for each in (None, way)]
-        calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
-        # whether ranks that meet in the forward try it is for them to agree on, when the block ends
-        due = [call for call in calls if call.together or call.is_due()]
-        self.called[key] = (due, args, kwargs) if due else None
+        use = self.called.get((model, model.training))
+        if use is None:
+            use = self.called[model, model.training] = ModelUse(model, code_of(model.modules()), {})
+        use.ways.setdefault(way_of(args, kwargs, model.training), (args, kwargs))
 
     @uncompiled
-    def _try(self, calls: list[ModelCall], args: Any, kwargs: Any) -> None:
-        """Raise NotImplementedError on every rank if the rows of a model do not follow on some.
+    def _try_all(self, uses: list[ModelUse]) -> None:
+        """Try the models that the block has called, where such calls were not tried before. A collective.
 
-        calls: the model's, which are due: what all ranks try, and the way that this one is called in.
+        Raises: NotImplementedError on every rank if the rows of a model do not follow on some.
+        """
+        told = [(use.code, code_of(use.model.modules()).written) for use in uses]
+        every = self.comm.gather("sdpa: what models run", told)
+        for number, use in enumerate(uses):
+            found = [other[number] for other in every if number < len(other)]
+            if any(code.written != now for code, now in found):
+                warn_untried(use.model, "it was changed back, or its mode was, before the block ended, which tries it")
+                continue
+            codes, first = [code for code, _ in found], True
+            for way, (args, kwargs) in use.ways.items():
+                calls = [ModelCall(use.model, self.plan, self.comm, each, codes, use.code) for each in (None, way)]
+                calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
+                first, due = False, [call for call in calls if call.is_due()]
+                if due:
+                    with under_autocast(autocast_of(way)):
+                        self._try(due, args, kwargs)
+                elif why := calls[0].changed() if calls else None:
+                    warn_untried(use.model, why)
+
+    def _try(self, calls: list[ModelCall], args: Any, kwargs: Any) -> None:
+        """Try a call of a model.
+
+        calls: those that are due: what all ranks try, and the way that this one is called in.
         """
         call, *alike = calls
         model = call.model
-        if call.together and not call.is_due():
-            if why := call.changed():
-                warn_untried(model, why)
-            return
         if call.shared:
             check_model(model)
             if model.training and (reasons := dropping(model) + renorming(model)):

@@ -134,7 +134,7 @@ def signature_of(
     try:
         scale = dim**-0.5 if options.scale is None else float(options.scale)
         softcap, dropout_p = float(options.softcap), float(options.dropout_p)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _no_number(options) from None
     # scores are computed in single precision, or in double precision of fp64
     least, most = (0.0, sys.float_info.max) if q.dtype is torch.float64 else (SINGLE.tiny, SINGLE.max)
@@ -175,7 +175,7 @@ def _no_number(options: Options) -> TypeError:
         value = getattr(options, name)
         try:
             float(0.0 if name == "scale" and value is None else value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return TypeError(f"{name} must be a number, got {value!r:.200}")
     raise AssertionError(f"numbers: {options}")
 
