@@ -262,11 +262,11 @@ def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
 def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | None:
     """The error in this rank's parameters, or None. ranks: the comm's global ranks, if there are DTensors."""
     for loop in loops_of(parameters):
-        if loop.average_over > 1:
+        if loop.averages_over(ranks):
             return ValueError(
                 f"sync_gradients: {type(loop.model).__name__} is parallel with average_over={loop.average_over}, for a "
                 f"wrapper that averages its gradients; their sum would be {loop.average_over} times too large; leave "
-                "sync_gradients out under a wrapper, and average_over without one"
+                "sync_gradients out under a wrapper over these ranks, and average_over without one"
             )
     for index, p in enumerate(parameters):
         grad, dtype = p.grad, _grad_dtype(p)

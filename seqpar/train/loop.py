@@ -10,15 +10,17 @@ They compare a hash of some buffers too; if it differs, each rank has loaded the
 warning says so.
 
 The host waits for no GPU, except until ranks have agreed once: later it is the hash of the forward before, which the
-GPU has long computed. Hooks on the sampled parameters detect a backward; by these hooks `sync_gradients` finds the
-loop.
+GPU has long computed. Hooks on the sampled parameters detect a backward. `sync_gradients` finds the loop by the model's
+parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,9 +43,12 @@ from seqpar.train.weights import (
     spread,
     values,
 )
-from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp
+from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp, shards
 
 WEIGHTS, BUFFERS = "weights", "buffers"
+
+_open: weakref.WeakSet[Loop] = weakref.WeakSet()
+_opening = threading.Lock()  # around uses of the set, since ranks may be threads
 
 
 class Loop:
@@ -59,6 +64,7 @@ class Loop:
         self._hooks: list[RemovableHandle] = []
         self._places: list[BufferPlace] | None = []  # of buffers; None once ranks were told that these differ
         self._latest = {WEIGHTS: Latest(), BUFFERS: Latest()}
+        self._shards: dict[int, int] = {}  # ids of parameters that are whole in a forward -> of those of the optimizer
         self._unsummed: set[int] = set()  # ids of parameters whose gradients were not summed since a backward
         self._known: set[int] = set()  # ids of the parameters at the time of sampling
         self._grown = False  # whether other parameters have appeared
@@ -70,6 +76,8 @@ class Loop:
         self._checked = False  # whether the wrapper was compared with average_over
         self._fsdp: Averaging | None | tuple[()] = ()  # () until it is looked up
         self._quiet = comm.size == 1  # whether there is nothing to compare, or all was reported
+        with _opening:
+            _open.add(self)
 
     def gather(self, what: str, value: Any, error: Exception | None, *, facts: Mapping[str, object]) -> list[Any]:
         """Every rank's value if all ranks have equal facts, no error and equal weights; costs one `Comm.gather`.
@@ -116,14 +124,14 @@ class Loop:
         if not self._wrapped and found is None:
             self._fsdp = by_fsdp(self.model) if self._fsdp == () else self._fsdp
         found = found or self._fsdp or None
-        if found is None:
+        if found is None or not found.covers(self._ranks, self.comm.size):
             return
         self._wrapped, self._checked = True, averaged
         expected = found.average_over(self.comm.size)
-        if averaged and expected is not None and expected % 1 == 0 and expected != self.average_over:
+        if averaged and expected % 1 == 0 and expected != self.average_over:
             self._warn(
-                f"{what}: {found.who} divides the sum of {found.ranks} ranks' gradients by {found.divisor:g}, so that "
-                f"they are {self.average_over}/{expected:g} of this loss's; give seqpar.parallelize(..., "
+                f"{what}: {found.who} divides the sum of {len(found.ranks)} ranks' gradients by {found.divisor:g}, so "
+                f"that they are {self.average_over}/{expected:g} of this loss's; give seqpar.parallelize(..., "
                 f"average_over={expected:g})"
             )
 
@@ -154,8 +162,22 @@ class Loop:
         self._unsummed -= ids
         self._grown |= not ids <= self._known
 
+    def averages_over(self, ranks: frozenset[int]) -> bool:
+        """Whether the loss is for a wrapper that averages over some of these global ranks, as far as they are known."""
+        others = ranks - {global_rank()}
+        return self.average_over > 1 and not (others and others.isdisjoint(self._ranks))
+
+    def watches(self, ids: set[int]) -> bool:
+        """Whether the model has some of the parameters with these ids."""
+        return any(id(p) in ids for p in self.model.parameters())
+
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters, and leave `sync_gradients` alone."""
+        with _opening:
+            _open.discard(self)
+        self._forget()
+
+    def _forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._sample, self._latest[WEIGHTS], self._unsummed = [], [], Latest(), set()
@@ -171,9 +193,10 @@ class Loop:
 
     def _take(self) -> None:
         """Sample the model: all parameters until ranks have agreed on them, later only a few."""
-        self.close()
+        self._forget()
         every, self._grown = sampled(self.model, self._ranks), False
-        self._known |= {id(each.parameter) for each in every}
+        self._shards = shards(self.model)
+        self._known |= {self._id(each.parameter) for each in every}
         if len(every) != self._count:  # new modules, such as adapters, whose weights were not compared yet
             self._count, self._agreed = len(every), False
         self._sample = spread(every) if self._agreed else every
@@ -184,11 +207,15 @@ class Loop:
 
     def _accumulated(self, parameter: Tensor) -> None:
         self._trains = True
-        self._unsummed.add(id(parameter))
+        self._unsummed.add(self._id(parameter))
+
+    def _id(self, parameter: Tensor) -> int:
+        """The id of the parameter that an optimizer has in place of this one."""
+        return self._shards.get(id(parameter), id(parameter))
 
     def _compare(self, what: str) -> None:
         """Find the weights behind unequal hashes, and raise or warn. A collective."""
-        stepped = {each.name for each in self._sample if id(each.parameter) in self._unsummed}
+        stepped = {each.name for each in self._sample if self._id(each.parameter) in self._unsummed}
         found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
         worst = difference([several for several, _ in found])
         if worst is None:
@@ -244,8 +271,9 @@ def _digest(tokens: Tensor | None) -> bytes:
     return hashlib.blake2b(f"{list(tokens.shape)}".encode() + some.numpy().tobytes(), digest_size=8).digest()
 
 
-def loops_of(parameters: list[Tensor]) -> list[Loop]:
-    """The loops that watch some of these parameters."""
-    hooks = (hook for p in parameters for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
-    owners: list[Any] = [getattr(hook, "__self__", None) for hook in hooks]
-    return list({id(owner): owner for owner in owners if isinstance(owner, Loop)}.values())
+def loops_of(parameters: Sequence[Tensor]) -> list[Loop]:
+    """The loops around models that have some of these parameters."""
+    with _opening:
+        every = list(_open)
+    ids = {id(p) for p in parameters}
+    return [loop for loop in every if loop.watches(ids)]

@@ -6,20 +6,28 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
 class Averaging(NamedTuple):
-    """A wrapper's effect on gradients: their sum over ``ranks`` ranks, divided by ``divisor``."""
+    """A wrapper's effect on gradients: their sum over the global ranks ``ranks``, divided by ``divisor``."""
 
     who: str
-    ranks: int
+    ranks: frozenset[int]
     divisor: float
 
-    def average_over(self, size: int) -> float | None:
-        """The `average_over` for which gradients are the mean over comms of ``size`` ranks; None if unknown."""
-        return self.divisor * size / self.ranks if self.ranks % size == 0 else None
+    def covers(self, ranks: frozenset[int], size: int) -> bool:
+        """Whether all ranks of a comm are among the wrapper's, so that it reduces gradients over the comm.
+
+        ranks: the comm's global ranks; if they are fewer than its size, they are not known, and the numbers decide.
+        """
+        return ranks <= self.ranks if len(ranks) == size else len(self.ranks) % size == 0
+
+    def average_over(self, size: int) -> float:
+        """The `average_over` for which gradients are the mean over comms of ``size`` ranks that the wrapper covers."""
+        return self.divisor * size / len(self.ranks)
 
 
 def by_ddp(model: nn.Module) -> Averaging | None:
@@ -29,21 +37,33 @@ def by_ddp(model: nn.Module) -> Averaging | None:
         return None  # only its author knows what a hook does
     if not any(module is model for module in ddp.module.modules()):
         return None
-    ranks = ddp.process_group.size()
-    return Averaging("DistributedDataParallel", ranks, ranks)
+    ranks = frozenset(dist.get_process_group_ranks(ddp.process_group))
+    return Averaging("DistributedDataParallel", ranks, len(ranks))
 
 
 def by_fsdp(model: nn.Module) -> Averaging | None:
     """The reduction of a model's gradients by `fully_shard`, or of the first part of it that is sharded."""
-    for module in sharded_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            ranks = group.mesh_info.mesh.size()
-            return Averaging("fully_shard", ranks, group.gradient_divide_factor or ranks)
+    for group in _groups(model):
+        ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
+        return Averaging("fully_shard", ranks, group.gradient_divide_factor or len(ranks))
     return None
+
+
+def shards(model: nn.Module) -> dict[int, int]:
+    """The ids of shards, which optimizers have, by those of the parameters that `fully_shard` makes whole of them."""
+    every = (p for group in _groups(model) for p in group.fsdp_params)
+    return {id(p._unsharded_param): id(p.sharded_param) for p in every if hasattr(p, "_unsharded_param")}
 
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:
     """The modules of a model that `fully_shard` was called for."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (module for module in model.modules() if isinstance(module, fsdp.FSDPModule)) if fsdp else iter(())
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that `fully_shard` reduces together."""
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # of a PyTorch that has several for a module
+        yield from filter(None, [state._fsdp_param_group] if several is None else several)

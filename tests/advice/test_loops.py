@@ -229,7 +229,9 @@ def test_gradients_are_summed_or_averaged_by_a_wrapper(averaged: bool) -> None:
         with seqpar.parallelize(model, comm, average_over=2):
             loss = model(**EVERY[comm.rank]).loss
             loss.backward()
-            with advised(ValueError, "leave sync_gradients out under a wrapper, and average_over without one"):
+            with advised(
+                ValueError, "leave sync_gradients out under a wrapper over these ranks, and average_over without one"
+            ):
                 sync_gradients(model.parameters(), comm)
             if averaged:  # as a wrapper does
                 return is_right(loss, all_sum(head(model), comm) / 2)

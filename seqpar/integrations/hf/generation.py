@@ -31,13 +31,13 @@ def rank_generates(handle: ParallelModel, name: str, generate: Callable[..., Any
     Raises: NotImplementedError for ``generate_batch`` on sharded weights, where ranks cannot go on together.
     """
     sharded = by_fsdp(handle.model)
-    if sharded is None or sharded.ranks == 1:
+    if sharded is None or len(sharded.ranks) == 1:
         with handle.local():
             return generate(*args, **named)
     if name != "generate":
         raise NotImplementedError(
-            f"{name} on weights that {sharded.who} shards over {sharded.ranks} ranks: each makes another number of "
-            "forwards, which gather weights from all; call generate, in which ranks go on together"
+            f"{name} on weights that {sharded.who} shards over {len(sharded.ranks)} ranks: each makes another number "
+            "of forwards, which gather weights from all; call generate, in which ranks go on together"
         )
     try:
         with handle.local():

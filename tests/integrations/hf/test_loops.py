@@ -403,6 +403,75 @@ def test_a_wrapper_that_averages_otherwise_than_the_loss_says_is_a_warning_with_
         assert "dp" in case or not other, "one rank of a comm says it"
 
 
+def meshed(comm: Comm, how: str, over: str, average_over: int, summed: str = "") -> tuple[str, list[str], list[Tensor]]:
+    """Two steps of 2 x 2 ranks under a wrapper over a dimension of the mesh, with a sum over another, if over any.
+
+    The error, what is said, and the weights.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    comms = {name: seqpar.GroupComm(mesh[name]) for name in ("dp", "sp")}
+    model, every = build("llama"), batches("right", comm.size)
+    seqpar.parallelize(model, comms["sp"], average_over=average_over)
+    if how == "ddp":
+        whole: nn.Module = DistributedDataParallel(model, process_group=mesh[over].get_group())
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh[over])
+        whole = fully_shard(model, mesh=mesh[over])
+    optimizer, error = torch.optim.SGD(model.parameters(), lr=0.1), ""
+    with told(None) as texts:
+        try:
+            for _ in range(2):
+                whole(**every[comm.rank]).loss.backward()
+                if summed:
+                    sync_gradients(model.parameters(), comms[summed])
+                optimizer.step()
+                optimizer.zero_grad()
+        except ValueError as refused:
+            error = str(refused)
+    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return error, texts, weights
+
+
+def of_replicas(scale: float) -> list[Tensor]:
+    """The weights after two steps by the sum of two replicas' means, times a scale, in one process."""
+    model, every = build("llama"), batches("right", 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for replica in (every[:2], every[2:]):
+            counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in replica]
+            for batch, count in zip(replica, counts):
+                (model(**batch).loss * count / sum(counts) * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_gradients_that_a_wrapper_averages_over_replicas_are_summed_over_the_comm(how: str) -> None:
+    expected = of_replicas(0.5)
+    for error, texts, found in run_processes(4, meshed, how, "dp", 1, "sp"):
+        assert not error and not texts
+        for weight, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_a_wrapper_averages_over_the_comm_are_summed_over_replicas() -> None:
+    expected = of_replicas(1.0)
+    for error, texts, found in run_processes(4, meshed, "fsdp", "sp", 2, "dp"):
+        assert not error and not texts
+        for weight, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_wrapper_over_replicas_does_not_stand_for_the_sum_over_the_comm(how: str) -> None:
+    for error, *_ in run_processes(4, meshed, how, "dp", 1):
+        assert "stepped with gradients that were not summed over ranks" in error
+    for error, *_ in run_processes(4, meshed, how, "dp", 2, "sp"):
+        assert "average_over=2" in error and "leave sync_gradients out under a wrapper over these ranks" in error
+
+
 def replicated(comm: Comm, layer: str) -> list[str]:
     """What HSDP, whose replicas are the comm's ranks, hears of other weights in one layer, and then of equal ones."""
     mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("sp", "dp"))
