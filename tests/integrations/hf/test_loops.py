@@ -403,10 +403,12 @@ def test_a_wrapper_that_averages_otherwise_than_the_loss_says_is_a_warning_with_
         assert "dp" in case or not other, "one rank of a comm says it"
 
 
-def meshed(comm: Comm, how: str, over: str, average_over: int, summed: str = "") -> tuple[str, list[str], list[Tensor]]:
+def meshed(
+    comm: Comm, how: str, over: str, average_over: int, summed: str = "", drift: float = 0.0
+) -> tuple[str, list[str], list[Tensor]]:
     """Two steps of 2 x 2 ranks under a wrapper over a dimension of the mesh, with a sum over another, if over any.
 
-    The error, what is said, and the weights.
+    drift: what one rank of each comm adds to a weight after a step. The error, what is said, and the weights.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     comms = {name: seqpar.GroupComm(mesh[name]) for name in ("dp", "sp")}
@@ -427,6 +429,8 @@ def meshed(comm: Comm, how: str, over: str, average_over: int, summed: str = "")
                     sync_gradients(model.parameters(), comms[summed])
                 optimizer.step()
                 optimizer.zero_grad()
+                with torch.no_grad():
+                    model.lm_head.weight.add_(drift * comms["sp"].rank)
         except ValueError as refused:
             error = str(refused)
     weights = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
@@ -470,6 +474,13 @@ def test_a_wrapper_over_replicas_does_not_stand_for_the_sum_over_the_comm(how: s
         assert "stepped with gradients that were not summed over ranks" in error
     for error, *_ in run_processes(4, meshed, how, "dp", 2, "sp"):
         assert "average_over=2" in error and "leave sync_gradients out under a wrapper over these ranks" in error
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_ranks_that_drift_apart_under_a_wrapper_over_replicas_are_told(how: str) -> None:
+    for rank, (error, texts, _) in enumerate(run_processes(4, meshed, how, "dp", 1, "sp", 1e-3)):
+        assert not error and len(texts) == (rank % 2 == 0)
+        assert all("lm_head.weight differs by up to 0.001" in x and "though gradients were summed" in x for x in texts)
 
 
 def replicated(comm: Comm, layer: str) -> list[str]:
