@@ -45,7 +45,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     are reduced as 32 on CUDA, on the CPU up to 2 MiB. After a `PeerError` some gradients may be sums and others not.
 
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
-    that is then summed again without an optimizer step between.
+    that is then summed again, and no optimizer has stepped that parameter in between; it watches some at a time.
 
     Raises: ValueError if ranks differ in parameters, for gradients that are sums over ranks already, and for a model
     that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced,
@@ -253,8 +253,8 @@ def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
     if any(other.growing for other in found) and not comm.rank:
         warnings.warn(
             "sync_gradients: these gradients hold a sum over ranks to which a backward has added, and no optimizer has "
-            "made a step in between: what was summed is summed once more; call it once, after the last backward of a "
-            "step, and zero_grad() where a step is left out",
+            "stepped their parameters in between: what was summed is summed once more; call it once, after the last "
+            "backward of a step, and zero_grad() where a step is left out, if only of some parameters",
             stacklevel=3,
         )
 

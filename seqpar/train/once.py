@@ -3,10 +3,12 @@
 A summed gradient is remembered with the version of its memory. Backward, clipping and zeroing change the version; a new
 tensor, as after ``zero_grad()``, is unknown. The next backward detects whether it adds to the unchanged sum, or to
 zeros that replaced it. Writes through ``.data`` or numpy change no version: values of a few gradients reveal them.
+Of additions a few parameters are watched, drawn anew for each sum.
 """
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +21,12 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from seqpar.train.dtensor import local, version
 
-WATCHED, VALUES = 4, 64  # parameters that are compared, as half of their gradients are; values of each
+WATCHED, VALUES = 4, 64  # parameters that are watched, as the gradients of half as many are; values of each
 
 # The sum that a gradient is part of, and its version then. Not an attribute of the gradient, which pickle and deepcopy
 # would copy.
 _sums: Any = WeakTensorKeyDictionary()
+_draw = random.Random(0).randrange  # of the first parameter that is watched
 
 
 class Sum:
@@ -32,13 +35,16 @@ class Sum:
     @torch.no_grad()
     def __init__(self, parameters: list[Tensor]) -> None:
         self._hooks: list[RemovableHandle] = []
-        self._added = False  # whether a backward has added to the sum
-        watched = parameters[:: -(-len(parameters) // WATCHED)] if parameters else []
+        self._added: dict[int, bool] = {}  # whether the first backward since has added to the sum, by parameters' ids
+        step = max(1, -(-len(parameters) // WATCHED))
+        watched = parameters[_draw(step) :: step]
         # a parameter holds its gradient, which would hold the sum
         self._watched = [TensorWeakRef(p) for p in watched]
+        self._sampled = [TensorWeakRef(p) for p in parameters[:: 2 * step]]
         self._versions = [version(p) for p in watched]
         self._values = [_some(p).clone() for p in watched]
-        self._sums: list[Tensor | None] = []  # values of the gradients of every other one
+        self._sums: list[Tensor | None] = []  # values of the gradients of those that are sampled
+        self._steps: list[Tensor | None] = []  # values of the gradients of those that are watched, by which they step
 
     def took(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters as part of the sum."""
@@ -51,12 +57,11 @@ class Sum:
     @torch.no_grad()
     def sample(self) -> None:
         """Keep the present values of some gradients as those of the sum."""
-        grads = [None if (p := each()) is None else p.grad for each in self._watched[::2]]
-        self._sums = [None if grad is None else _some(grad).clone() for grad in grads]
+        self._sums, self._steps = _grads(self._sampled), _grads(self._watched)
 
     def overwritten(self) -> bool:
         """Whether a gradient that has the version of the sum has other values, as after a write through ``.data``."""
-        for each, x in zip(self._watched[::2], self._sums):
+        for each, x in zip(self._sampled, self._sums):
             grad = None if (p := each()) is None else p.grad
             if grad is not None and x is not None and _sums.get(grad) == (self, version(grad)):
                 now = _some(grad)
@@ -77,28 +82,23 @@ class Sum:
 
     def _accumulated(self, parameter: Tensor) -> None:
         # this backward advances the version by one; zeros that replace the sum advance it further
-        self._added |= parameter.grad is not None and _sums.get(parameter.grad) == (self, version(parameter.grad) - 1)
-        self._unhook()
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        grad = parameter.grad
+        self._added.setdefault(id(parameter), grad is not None and _sums.get(grad) == (self, version(grad) - 1))
 
     def __del__(self) -> None:
-        self._unhook()
+        for hook in self._hooks:
+            hook.remove()
 
     def growing(self) -> bool:
-        """Whether a backward has added to the sum, and no optimizer has stepped since."""
-        return self._added and not self._stepped()
-
-    def _stepped(self) -> bool:
-        """Whether an optimizer has changed the parameters since."""
-        watched = [each() for each in self._watched]
-        return not all(
-            p is not None and version(p) == before and torch.equal(_some(p), x)
-            for p, before, x in zip(watched, self._versions, self._values)
-        )
+        """Whether a backward has added to the sum of a parameter that no optimizer has stepped since."""
+        for each, before, x, grad in zip(self._watched, self._versions, self._values, self._steps):
+            p = each()
+            if p is None or not self._added.get(id(p)) or version(p) != before:
+                continue
+            # fused optimizers and writes through ``.data`` change no version, and by zeros no value
+            if grad is not None and bool(grad.any()) and torch.equal(_some(p), x):
+                return True
+        return False
 
 
 @contextmanager
@@ -147,6 +147,12 @@ class Marks:
         if not any(each.growing() for each in {each for each, _ in marked}):
             return False
         return all(bool(local(grad).isfinite().all()) for _, grad in marked)
+
+
+def _grads(several: list[TensorWeakRef]) -> list[Tensor | None]:
+    """Some values of the gradients of parameters."""
+    grads = [None if (p := each()) is None else p.grad for each in several]
+    return [None if grad is None else _some(grad).clone() for grad in grads]
 
 
 def _some(p: Tensor) -> Tensor:

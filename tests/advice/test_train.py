@@ -79,7 +79,9 @@ def test_micro_batches_are_summed_once_and_left_out_steps_start_from_zero() -> N
         return p.grad.tolist()  # type: ignore[union-attr, no-any-return]
 
     with advised(
-        UserWarning, "call it once, after the last backward of a step, and zero_grad() where a step is left out"
+        UserWarning,
+        "call it once, after the last backward of a step, and zero_grad() where a step is left out, if only of some "
+        "parameters",
     ):
         run_threads(2, rank, False, False)
     assert run_threads(2, rank, True, False) == [[6.0, 6.0]] * 2

@@ -318,6 +318,43 @@ def test_a_sum_for_each_micro_batch_is_a_warning() -> None:
     assert "what was summed is summed once more" in texts[0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("part", ["embed_tokens", "layers.1", "lm_head"])
+def test_a_sum_of_parameters_that_no_optimizer_steps_is_a_warning(part: str, fused: bool) -> None:
+    """Its gradients stay at ``optimizer.zero_grad()``, and the next backward adds to them."""
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(MODEL)
+        several = [p for name, p in own.named_parameters() if part not in name]
+        optimizer = torch.optim.AdamW(several, lr=1e-2, fused=fused)
+        with seqpar.parallelize(own, comm):
+            for _ in range(12):
+                plain(own, comm, optimizer, 0)
+
+    with told(None) as texts:
+        run_threads(RANKS, rank)
+    assert texts and all("no optimizer has stepped their parameters in between" in text for text in texts)
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_of_every_kind_are_heard(kind: Any, how: dict[str, bool]) -> None:
+    """Some change no version of parameters; nor does what makes these gradients zeros."""
+
+    def rank(comm: Comm) -> None:
+        several = [nn.Parameter(torch.zeros(3)) for _ in range(9)]
+        optimizer = kind(several, lr=0.1, **how)
+        for _ in range(12):
+            sum(p.sum() * number for number, p in enumerate(several)).backward()  # of one a gradient of zeros
+            sync_gradients(several, comm)
+            optimizer.step()
+            for p in several:
+                p.grad.data.zero_()  # of which no version tells
+
+    with told(0):
+        run_threads(RANKS, rank)
+
+
 def test_what_averages_is_not_summed_too() -> None:
     def rank(comm: Comm) -> None:
         own = copy.deepcopy(MODEL)
@@ -616,6 +653,15 @@ def without_an_optimizer(own: Any, comm: Comm, optimizer: torch.optim.Optimizer,
         p.grad.zero_()
 
 
+def leaving_weights_as_they_are(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """By a head that is not the optimizer's, and a rate of 0."""
+    optimizer.param_groups[0].update(params=list(own.model.parameters()), lr=0.0)
+    own(**EVERY[comm.rank]).loss.backward()
+    sync_gradients(own.parameters(), comm)
+    optimizer.step()
+    own.zero_grad(set_to_none=step % 2 == 0)
+
+
 def without_gradients_on_a_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
     own(**EVERY[comm.rank]).loss.backward()
     if comm.rank == step % RANKS:
@@ -628,7 +674,8 @@ def without_gradients_on_a_rank(own: Any, comm: Comm, optimizer: torch.optim.Opt
 RIGHT = (
     plain, accumulating, summing_in_groups, sharpness_aware, skipping,
     leaving_steps_out, with_a_frozen_tower, with_an_adapter, with_evaluation_between,
-    dropping_what_was_not_summed, summing_by_hand, without_an_optimizer, without_gradients_on_a_rank,
+    dropping_what_was_not_summed, summing_by_hand, without_an_optimizer, leaving_weights_as_they_are,
+    without_gradients_on_a_rank,
 )  # fmt: skip
 
 
