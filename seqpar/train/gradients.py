@@ -28,6 +28,7 @@ from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
 from seqpar.train.sums import adds, sum_in_place
+from seqpar.train.wrappers import in_flat
 
 BUCKET_BYTES = 1 << 26
 
@@ -48,7 +49,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     that is then summed again, and no optimizer has stepped that parameter in between; it watches some at a time.
 
     Raises: ValueError if ranks differ in parameters, for gradients that are sums over ranks already, and for a model
-    that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP2 has reduced,
+    that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP has reduced,
     for sparse gradients, and for dtypes that `all_sum` refuses. On every rank, before any gradient moves.
     """
     refuse_transforms("sync_gradients")
@@ -271,9 +272,15 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
     for index, p in enumerate(parameters):
         grad, dtype = p.grad, _grad_dtype(p)
         dense = grad is None or (grad.layout == torch.strided and grad.dtype == dtype)
-        if dense and (grad is None or adds(dtype)) and not is_dtensor(p):
+        if dense and (grad is None or adds(dtype)) and not is_dtensor(p) and not in_flat(p):
             continue
         what = f"parameter {index} of shape {list(p.shape)}"
+        if in_flat(p):
+            return NotImplementedError(
+                f"sync_gradients: {what} holds a shard of FullyShardedDataParallel, which has reduced its gradient, "
+                "and nothing tells over which ranks; leave sync_gradients out over the same ranks, and shard with "
+                "fully_shard over others"
+            )
         if is_dtensor(p) and not beside(p, ranks):
             return NotImplementedError(
                 f"sync_gradients: {what} is a DTensor with placements {p.placements} over ranks of this comm, where "
@@ -324,7 +331,8 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     HSDP, tensor parallel) the shards' norms are summed over the mesh dimensions that shard them, and only over these. A
     collective if there are DTensors. norm_type: at least 1, or infinity.
 
-    Raises: ValueError for another norm_type; NotImplementedError for gradients that are sparse or still partial sums.
+    Raises: ValueError for another norm_type; NotImplementedError for gradients that are sparse or still partial sums,
+    and for shards of FSDP1.
     """
     try:
         norm_type = float(norm_type)  # torch takes "inf" too
@@ -333,7 +341,13 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     if not norm_type >= 1:
         raise ValueError(f"grad_norm: norm_type={norm_type}, expected at least 1, or infinity")
     largest = math.isinf(norm_type)
-    grads = [p.grad for p in _once(parameters) if p.grad is not None]
+    several = _once(parameters)
+    if (flat := next(filter(in_flat, several), None)) is not None:
+        raise NotImplementedError(
+            f"grad_norm: a parameter of shape {list(flat.shape)} holds a shard of FullyShardedDataParallel, and "
+            "nothing tells over which ranks; call the wrapper's own clip_grad_norm_(max_norm), which returns the norm"
+        )
+    grads = [p.grad for p in several if p.grad is not None]
     if not grads:
         return torch.zeros((), device="cpu")
     for grad in grads:

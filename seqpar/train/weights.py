@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from seqpar.ops.core.compared import gap, is_on_gpu, to_host
 from seqpar.train.dtensor import alike, is_dtensor, local, version
+from seqpar.train.wrappers import in_flat
 
 PARAMETERS, VECTORS = 4, 2  # matrices and vectors of each kind, trained and frozen
 PLACES = 8  # of buffers
@@ -59,7 +60,7 @@ def spread(several: Sequence[Sampled]) -> list[Sampled]:
 def _comparable(model: nn.Module, ranks: frozenset[int]) -> Iterator[Sampled]:
     for path, module in model.named_modules():
         for key, p in module._parameters.items():
-            if p is None or p.is_meta or key == "_flat_param" or getattr(p, "_fsdp_flattened", False):
+            if p is None or p.is_meta or key == "_flat_param" or in_flat(p):
                 continue
             whole = alike(p, ranks) if is_dtensor(p) else type(p.data) is Tensor
             if whole and local(p).numel():

@@ -61,6 +61,11 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, fsdp.FSDPModule)) if fsdp else iter(())
 
 
+def in_flat(p: object) -> bool:
+    """Whether a parameter holds a shard of `FullyShardedDataParallel` (FSDP1): a flat one, or one inside that."""
+    return getattr(p, "_fsdp_flattened", False)
+
+
 def _groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that `fully_shard` reduces together."""
     for module in sharded_modules(model):

@@ -6,12 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import Mean, all_sum, check_model, grad_norm, linear_cross_entropy, sync_gradients, token_log_probs
+from seqpar.train import (
+    Mean,
+    all_sum,
+    check_model,
+    clip_grad_norm,
+    grad_norm,
+    linear_cross_entropy,
+    sync_gradients,
+    token_log_probs,
+)
 from tests.advice.remedies import advised, default_group
 
 
@@ -221,6 +230,42 @@ def sharded(comm: Comm) -> bool:
 
 def test_what_is_sharded_over_the_ranks_is_left_out_of_the_sum() -> None:
     assert run_processes(2, sharded) == [True, True]
+
+
+def flat(comm: Comm, orig: bool) -> tuple[float, float]:
+    """What FSDP1 says of the norm before and after it has clipped, of the mean of all ranks' gradients."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(3, 2), use_orig_params=orig, device_id=torch.device("cpu"))
+    model(torch.arange(3.0 * comm.size).reshape(comm.size, 3)[comm.rank]).sum().backward()
+    for norm in (grad_norm, lambda parameters: clip_grad_norm(parameters, 0.1)):
+        with advised(NotImplementedError, "call the wrapper's own clip_grad_norm_(max_norm), which returns the norm"):
+            norm(model.parameters())
+    with advised(
+        NotImplementedError,
+        "leave sync_gradients out over the same ranks, and shard with fully_shard over others",
+    ):
+        sync_gradients(model.parameters(), comm)
+    return float(model.clip_grad_norm_(0.1)), float(model.clip_grad_norm_(1.0))
+
+
+def beside(comm: Comm) -> float:
+    """The norm of gradients that `fully_shard` leaves over other ranks, and that are then summed over the comm."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1, comm.size), mesh_dim_names=("dp", "sp"))
+    model = fully_shard(nn.Linear(3, 2), mesh=mesh["dp"])
+    (model(torch.arange(3.0 * comm.size).reshape(comm.size, 3)[comm.rank]).sum() / comm.size).backward()
+    sync_gradients(model.parameters(), comm)
+    return float(grad_norm(model.parameters()))
+
+
+def test_shards_of_fsdp1_are_clipped_by_their_wrapper() -> None:
+    plain = nn.Linear(3, 2)
+    (plain(torch.arange(6.0).reshape(2, 3)).sum() / 2).backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+    for orig in (True, False):
+        for before, after in run_processes(2, flat, orig):
+            assert abs(before - norm) < 1e-5 and abs(after - 0.1) < 1e-5
+    assert all(abs(found - norm) < 1e-5 for found in run_processes(2, beside))
 
 
 class Head(nn.Module):
