@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.data.documents import (
     Nodes,
+    check_labels,
     first_of,
     kept_of,
     labels_of,
@@ -37,7 +38,8 @@ FACTS = (MASK, PARENTS, POSITIONS, *STARTS, *LONGEST, *LABELS)  # entries that t
 class Reading(NamedTuple):
     """How to read a batch: the arguments of `seqpar.data.share`.
 
-    optional: entries with a value per token that a rank may lack; it then has zeros.
+    optional: entries with a value per token that a rank may lack; it then has zeros. vocabulary: the number of tokens
+    that labels are checked against; None for labels that are not tokens.
     """
 
     shift: str = "row"
@@ -46,6 +48,7 @@ class Reading(NamedTuple):
     device: torch.device | str | None = None
     mtp_depth: int = 0
     optional: Sequence[str] = ()
+    vocabulary: int | None = None
 
 
 class Packed(NamedTuple):
@@ -133,6 +136,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     else:
         tensors[POSITIONS] = rows.entries.get(POSITIONS, torch.from_numpy(nodes.mask.depths(at))).long()
         labels = labels_on_paths(facts, first, how.ignore_index)
+    check_labels(facts, first, how.shift if nodes is None else "document", how.ignore_index, how.vocabulary)
     if labels is not None:
         tensors["labels"] = labels
     if depth and (labels is None or MTP_LABELS in rows.entries):

@@ -176,6 +176,30 @@ def labels_of(
     return labels
 
 
+def check_labels(
+    rows: PackedRows, first: NDArray[np.bool_], shift: str, ignore_index: int, vocabulary: int | None
+) -> None:
+    """Raise ValueError for a label that counts and is not a token. vocabulary: the number of tokens; None if unknown.
+
+    first: the tokens that begin a document, with the shift "document" or in trees.
+    """
+    name = next((name for name in LABELS if name in rows.entries), None)
+    if vocabulary is None or name is None:
+        return
+    labels = rows.entries[name].long().numpy()
+    wrong = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)
+    if not wrong.any():
+        return
+    if name == "labels" and shift != "none":  # nothing predicts these
+        wrong &= rows.column > 0 if shift == "row" else ~first
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ValueError(
+            f"{name} at {rows.where(at)} are {labels[at]}, expected 0 to {vocabulary - 1}, or {ignore_index} for a "
+            "token that does not count"
+        )
+
+
 def labels_on_paths(rows: PackedRows, first: NDArray[np.bool_], ignore_index: int) -> Tensor | None:
     """The labels of tokens that the token before them on their path predicts: their own, at themselves."""
     if "shift_labels" in rows.entries:

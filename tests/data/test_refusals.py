@@ -13,6 +13,7 @@ from torch import Tensor
 from seqpar import Layout, Mask, Plan, plan_batch
 from seqpar.comm import Comm, LocalComm
 from seqpar.data import back, share
+from seqpar.data.batch import Reading, read
 from seqpar.testing import run_threads
 from tests.data.cases import IGNORE, ring
 
@@ -250,3 +251,34 @@ def test_what_is_ignored_is_a_label(ignored: Any) -> None:
 def test_an_entry_may_have_a_dim_of_0() -> None:
     own = share({"input_ids": torch.arange(6)[None], "x": torch.zeros(1, 6, 0)}, LocalComm())
     assert own.tensors["x"].shape == (6, 0)
+
+
+TREES = {"input_ids": IDS.reshape(1, 12), "cu_seqlens": [0, 4, 6, 12], "parents": torch.tensor([-1, 0, -1])}
+
+
+@pytest.mark.parametrize(
+    ("batch", "shift", "uncounted"),
+    [
+        (GOOD, "row", [0, 6]), (GOOD, "document", [0, 6]), (GOOD, "none", []),
+        ({"input_ids": IDS.reshape(1, 12), "labels": IDS.reshape(1, 12), "cu_seqlens": [0, 4, 12]}, "row", [0]),
+        ({"input_ids": IDS.reshape(1, 12), "labels": IDS.reshape(1, 12), "cu_seqlens": [0, 4, 12]}, "document", [0, 4]),
+        (TREES | {"labels": IDS.reshape(1, 12)}, "row", [0, 6]),
+        ({"input_ids": IDS, "shift_labels": IDS}, "row", []),
+    ],
+)  # fmt: skip
+def test_labels_that_count_are_compared_with_a_vocabulary_that_is_known(
+    batch: dict[str, Any], shift: str, uncounted: list[int]
+) -> None:
+    name = "labels" if "labels" in batch else "shift_labels"
+    for wrong in (-1, 13, 1 << 40):
+        for at in range(12):
+            labels = batch[name].clone()
+            labels.view(-1)[at] = wrong
+            given, how = batch | {name: labels}, Reading(shift, vocabulary=13)
+            read(given, how._replace(vocabulary=None))
+            if at in uncounted:
+                read(given, how)
+                continue
+            columns = batch["input_ids"].shape[-1]
+            with pytest.raises(ValueError, match=f"^{name} at row {at // columns}, token {at % columns} are {wrong}, "):
+                read(given, how)

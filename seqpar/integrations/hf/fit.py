@@ -76,7 +76,8 @@ class ModelFit(NamedTuple):
     num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
     logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has a
     pooler. calls: of attention and recurrences in a forward; callers: the classes of the modules that make them.
-    at_home: of a head that pools; the rest is then the base model's.
+    at_home: of a head that pools; the rest is then the base model's. of_tokens: whether the logits are of the tokens
+    that the output embeddings have.
     """
 
     rules: frozenset[Rule]
@@ -93,6 +94,7 @@ class ModelFit(NamedTuple):
     calls: int = 0
     callers: frozenset[str] = frozenset()
     at_home: AtHome | None = None
+    of_tokens: bool = False
 
     @property
     def causal(self) -> bool:
@@ -285,7 +287,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     callers = frozenset(map(name_of, (*probe.callers, *mixers(model), *(module for module, _ in unlisted(model)))))
     return ModelFit(
         frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
-        probe.calls, callers,
+        probe.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],
     )  # fmt: skip
 
 
@@ -470,6 +472,11 @@ def softcap_of(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
     return float(next((cap for cap in caps if cap), 0.0))
+
+
+def tokens_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the output embeddings have; None if that is unknown."""
+    return getattr(model.get_output_embeddings(), "out_features", None)
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:

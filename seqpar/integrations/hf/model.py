@@ -46,7 +46,7 @@ from seqpar.integrations.hf.attention import (
     planned,
 )
 from seqpar.integrations.hf.config import ASKED
-from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of
+from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of, tokens_of
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
@@ -462,7 +462,8 @@ class ParallelTransformer(ParallelModel):
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
         }  # fmt: skip
         what = f"{type(module).__name__}.forward"
-        how = Reading(self.fit.shift, optional=self.optional)
+        vocabulary = tokens_of(self.model) if labels and self.fit.of_tokens else None
+        how = Reading(self.fit.shift, optional=self.optional, vocabulary=vocabulary)
         # one round for all that ranks must exchange before they know each other's documents
         gather = partial(self._gather, what, facts, batch)
         known = announce(batch, self.comm, self.source, how, error=error, gather=gather)

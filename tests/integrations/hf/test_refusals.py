@@ -440,13 +440,22 @@ def test_noise_by_the_length_of_a_row_is_refused() -> None:
         assert model.train()(**BATCH).loss.isfinite()
 
 
-def test_a_label_outside_the_vocabulary_ends_the_call_of_every_rank() -> None:
-    labels = BATCH["labels"].clone()
-    labels[0, 3] = 61
-    for options in ({}, {"logits": True}):
-        found = run_threads(2, errors, build("llama"), [BATCH, BATCH | {"labels": labels}], options)
-        assert {type(error) for error in found} == {ValueError, PeerError}, "at once, and not after the timeout"
-        assert all("is 61, expected 0 to 60, or ignore_index=-100" in str(error) for error in found)
+def test_a_label_outside_the_classes_ends_the_call_of_every_rank() -> None:
+    model, batch = classes_of_tokens(), {"input_ids": BATCH["input_ids"], "labels": BATCH["input_ids"] % 9}
+    labels = batch["labels"].clone()
+    labels[0, 3] = 9
+    found = run_threads(2, errors, model, [batch, batch | {"labels": labels}], {})
+    assert {type(error) for error in found} == {ValueError, PeerError}, "at once, and not after the timeout"
+    assert all("is 9, expected 0 to 8, or ignore_index=-100" in str(error) for error in found)
+
+
+def classes_of_tokens(vocabulary: int = 61) -> PreTrainedModel:
+    """A model of nine classes of tokens."""
+    config = transformers.BertConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_labels=9,
+        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForTokenClassification._from_config(config, attn_implementation="eager").train()
 
 
 def test_who_counts_the_items_scales_for_wrappers_too() -> None:
@@ -581,3 +590,47 @@ def test_a_model_that_fails_on_one_process_is_said_to() -> None:
     with pytest.raises(NotImplementedError, match="fails on one process too: RuntimeError: The size of") as raised:
         seqpar.parallelize(model, LocalComm())
     assert "data parallelism" not in str(raised.value)
+
+
+def outside(name: str) -> tuple[PreTrainedModel, list[dict[str, Tensor]], str]:
+    """A model and batches of two ranks; in the second one's, a label of row 1, token 2 is not of the vocabulary."""
+    kind, entry = name.split()
+    model, every = build(kind), batches("right", 2)
+    every[0]["labels"][:, 0] = every[0]["labels"].shape[1] + SIZES["vocab_size"]  # which nothing predicts
+    for batch in every:
+        if kind == "bert":
+            batch["labels"][:, 0] = 1
+        if entry == "shift_labels":
+            batch[entry] = batch.pop("labels").roll(-1, 1)
+            batch[entry][:, -1] = -100
+    every[1][entry][1, 2] = SIZES["vocab_size"]
+    return model, every, f"{entry} at row 1, token 2 are {SIZES['vocab_size']}, expected 0 to {SIZES['vocab_size'] - 1}"
+
+
+@pytest.mark.parametrize("name", ["llama labels", "llama shift_labels", "bert labels"])
+def test_a_label_outside_the_vocabulary_is_named_on_all_ranks_and_the_comm_lives(name: str) -> None:
+    model, every, told = outside(name)
+
+    def rank(comm: Comm) -> float:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        entry = name.split()[1]
+        with seqpar.parallelize(own, comm):
+            before = comm.stats.bytes_sent
+            with pytest.raises(ValueError, match=told if comm.rank else f"rank 1 refused its arguments.*{told}"):
+                own(**batch)
+            assert comm.stats.bytes_sent == before
+            labels = batch[entry].clone()
+            if comm.rank:
+                labels[1, 2] = 0
+            return float(own(**batch | {entry: labels}).loss.detach())
+
+    first, second = run_threads(2, rank)
+    assert first == second > 0
+
+
+def test_labels_that_are_classes_are_not_compared_with_the_vocabulary() -> None:
+    model, ids = classes_of_tokens(7), torch.arange(1, 7).repeat(2, 2)
+    given = {"input_ids": ids, "labels": torch.full_like(ids, 8)}
+    expected = float(model(**given).loss.detach())
+    with seqpar.parallelize(model, LocalComm()):
+        assert float(model(**given).loss.detach()) == pytest.approx(expected, rel=1e-5)
