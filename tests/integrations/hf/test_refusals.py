@@ -628,6 +628,14 @@ def test_a_label_outside_the_vocabulary_is_named_on_all_ranks_and_the_comm_lives
     assert first == second > 0
 
 
+def test_labels_are_not_compared_with_embeddings_that_the_logits_are_not_of() -> None:
+    model = build("llama")
+    expected = float(model(**BATCH).loss.detach())
+    model.lm_head.out_features = 3  # of another weight
+    with seqpar.parallelize(model, LocalComm()):
+        assert float(model(**BATCH).loss.detach()) == pytest.approx(expected, rel=1e-5)
+
+
 def test_labels_that_are_classes_are_not_compared_with_the_vocabulary() -> None:
     model, ids = classes_of_tokens(7), torch.arange(1, 7).repeat(2, 2)
     given = {"input_ids": ids, "labels": torch.full_like(ids, 8)}
