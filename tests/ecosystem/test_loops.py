@@ -86,6 +86,7 @@ def test_trainer_with_images(programs: Programs, tmp_path: Path) -> None:
     assert len(compare(programs, PROGRAMS / "with_images.py", tmp_path)) == 2
 
 
-def test_ddp_of_lightning(programs: Programs, tmp_path: Path) -> None:
+def test_ddp_and_averaged_weights_of_lightning(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    compare(programs, PROGRAMS / "with_lightning.py", tmp_path)
+    found = compare(programs, PROGRAMS / "with_lightning.py", tmp_path)
+    assert len({case["evaluation"] for case in found.values()}) == 3, "weights are averaged"
