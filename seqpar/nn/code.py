@@ -217,7 +217,7 @@ class _Notes:
             self._add_all([*function.args, *function.keywords.values()], deep)
         elif issubclass(kind, type):
             notes.append(f"{function.__module__}.{function.__qualname__}")
-        elif issubclass(kind, nn.Module) or kind.__module__.startswith(STATELESS):  # and what is written in C
+        elif issubclass(kind, nn.Module) or kind.__module__.startswith(STATELESS):  # and functions written in C
             notes.append(getattr(function, "__qualname__", kind.__qualname__))
         elif deep:
             self.add_class(kind)

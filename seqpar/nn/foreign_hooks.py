@@ -86,8 +86,8 @@ def warn_of_own_code(named: Named) -> None:
         if found := own_code(module):
             _told.add(model)
             warnings.warn(
-                f"{path} of a parallel {name_of(model)} has {next(iter(found.values()))}, which sees a rank's tokens alone, and nothing "
-                "tries whether it mixes, counts or numbers them",
+                f"{path} of a parallel {name_of(model)} has {next(iter(found.values()))}, which sees a rank's tokens "
+                "alone, and nothing tries whether it mixes, counts or numbers them",
                 stacklevel=2,
             )
             return
@@ -100,9 +100,9 @@ def warn_of_own_hooks(model: nn.Module, paths: Iterable[str]) -> None:
         if module not in _told and _own_hooks(module):
             _told.add(module)
             warnings.warn(
-                f"{path} of a parallel {name_of(model)} has a hook of your own, which sees a rank's share of the rows, and nothing "
-                "tries whether it mixes, counts or numbers them; let it look at each row by itself, or put it on a "
-                f"module inside {path}, where it is tried",
+                f"{path} of a parallel {name_of(model)} has a hook of your own, which sees a rank's share of the rows, "
+                "and nothing tries whether it mixes, counts or numbers them; let it look at each row by itself, or put "
+                f"it on a module inside {path}, where it is tried",
                 stacklevel=2,
             )
 
@@ -142,7 +142,7 @@ def _inner(function: Any) -> Any:
 
 
 def _is_known(code: Any) -> bool:
-    """Whether code is of a library: a function by where it was written, as `functools.wraps` gives it another module."""
+    """Whether code is of a library: a function by where it was written, as `functools.wraps` changes its module."""
     if isinstance(code, (FunctionType, MethodType)):
         where = getattr(code, "__globals__", {}).get("__name__")
     else:

@@ -192,7 +192,7 @@ def _set_state(source: Any, state: Any) -> None:
 def is_wrapper(module: nn.Module) -> bool:
     """Whether a module is a wrapper of PyTorch's, such as DDP, whose attributes change in every forward.
 
-    One under `fully_shard` is none, though FSDP2 gives it a class of its own beside the user's.
+    A module under `fully_shard` does not count, though FSDP2 gives it a class of its own beside the user's.
     """
     kind = type(module)
     return kind.__module__.startswith(_WRAPPERS) and not any(

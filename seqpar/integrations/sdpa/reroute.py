@@ -540,10 +540,13 @@ def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
 
 
 def warn_untried(model: nn.Module, why: str) -> None:
-    """Warn about a model whose trials show nothing."""
+    """Warn about a model whose trials show nothing, at the line of the program that called it."""
+    frame, level, inside = sys._getframe(1), 2, ("seqpar.", "torch.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
     warnings.warn(
         f"it is not known whether {type(model).__name__} mixes rows outside its attention: {why}",
-        stacklevel=3,
+        stacklevel=level,
     )
 
 

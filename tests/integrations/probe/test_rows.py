@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.probe.rows import Positions, ShuffledRows
 from seqpar.integrations.sdpa import parallelize
+from seqpar.nn.code import code_of
 from seqpar.testing import run_threads
 from tests.integrations.probe.models import (
     ALONE,
@@ -307,17 +310,53 @@ def test_a_model_is_tried_again_with_another_flag(flags: tuple[Any, Any], way: s
                 model(x, flag)
 
 
-class Switched(Pooling):
-    """Pools where a part is in training, or where it is told to."""
+class Named(NamedTuple):
+    pooled: bool = False
 
-    pooled: bool | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.part, self.own = nn.Identity(), lambda x: x
+class Switch:
+    """Its method is a hook that looks at other rows once it is on."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.own(self.part(x)), int(bool(self.part.training or self.pooled)))
+    on = False
+
+    def hook(self, module: nn.Module, args: Any, y: Tensor) -> Tensor | None:
+        return mean(y) if self.on else None
+
+
+def switched() -> type[Pooling]:
+    """A class of its own, which a test may change."""
+
+    class Switched(Pooling):
+        """Pools where a part is in training, or where it is told to."""
+
+        pooled: bool | None = None
+        pools = 0
+        meets = property(lambda self: False)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.own, self.settings, self.named = nn.Identity(), lambda x: x, {"pooled": False}, Named()
+            self.layer = nn.TransformerEncoderLayer(E, 1, E, dropout=0.0, batch_first=True, activation=F.relu)
+            self.register_parameter("scale", None)
+            self.switch = Switch()
+            self.part.register_forward_hook(self.switch.hook)
+
+        def forward(self, x: Tensor) -> Tensor:
+            told = (
+                self.pooled,
+                self.settings["pooled"],
+                self.named.pooled,
+                self.pools,
+                self.meets,
+                self.scale is not None,
+            )
+            x = self.layer.linear2(self.layer.activation(self.layer.linear1(self.own(self.part(x)))))
+            return super().forward(x, int(bool(self.part.training or any(told))))
+
+    return Switched
+
+
+hooks_of_all: list[Any] = []
 
 
 class Mean(nn.Module):
@@ -329,7 +368,7 @@ def mean(x: Tensor) -> Tensor:
     return Mean()(x)
 
 
-CHANGES: dict[str, Callable[[Switched], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "the mode of a part": lambda model: model.part.train(),
     "a flag": lambda model: setattr(model, "pooled", True),
     "another module": lambda model: setattr(model, "part", Mean().eval()),
@@ -338,6 +377,16 @@ CHANGES: dict[str, Callable[[Switched], Any]] = {
     "a hook": lambda model: model.part.register_forward_hook(lambda module, args, y: mean(y)),
     "a hook before": lambda model: model.block.register_forward_pre_hook(lambda module, args: mean(*args)),
     "a hook in a partial": lambda model: model.part.register_forward_hook(partial(lambda way, m, a, y: mean(y), 1)),
+    "a hook that is a method of an object": lambda model: setattr(model.switch, "on", True),
+    "a flag in a dict": lambda model: model.settings.update(pooled=True),
+    "a flag in a tuple of names": lambda model: setattr(model, "named", Named(True)),
+    "a parameter that was None": lambda model: setattr(model, "scale", nn.Parameter(torch.ones(()).double())),
+    "a function of a layer of PyTorch's": lambda model: setattr(model.layer, "activation", mean),
+    "a number of a class": lambda model: setattr(type(model), "pools", 1),
+    "a property": lambda model: setattr(type(model), "meets", property(lambda self: True)),
+    "a hook of every module": lambda model: hooks_of_all.append(
+        nn.modules.module.register_module_forward_hook(lambda module, args, y: mean(y) if module is model.part else y)
+    ),
     "a method": lambda model: setattr(model.block, "__class__", type("Other", (Block,), {"forward": forward_of_means})),
 }
 
@@ -349,7 +398,7 @@ def forward_of_means(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", ["parallelize", "block"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_is_tried_again_when_it_was_changed(name: str, way: str) -> None:
-    model, x, comm = made(Switched).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
+    model, x, comm = made(switched()).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
     plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
 
     def run() -> None:
@@ -360,13 +409,17 @@ def test_a_model_is_tried_again_when_it_was_changed(name: str, way: str) -> None
         parallelize(model, comm, plan=plan)
     run()
     CHANGES[name](model)
-    with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
-        run()
+    try:
+        with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
+            run()
+    finally:
+        while hooks_of_all:
+            hooks_of_all.pop().remove()
 
 
 @pytest.mark.parametrize("way", ["parallelize", "block"])
 def test_a_hook_that_is_made_anew_in_every_step_is_tried_once(way: str) -> None:
-    model, x, comm = made(Switched).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
+    model, x, comm = made(switched()).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
     plan, found = Plan(MASK, Layout.contiguous(TOKENS, 1)), []
     if way == "parallelize":
         parallelize(model, comm, plan=plan)
@@ -378,6 +431,126 @@ def test_a_hook_that_is_made_anew_in_every_step_is_tried_once(way: str) -> None:
         hook.remove()
         found.append(len(runs))
     assert found[0] > 1 and found[2:] == [1] * 10, found  # step 0 is a number apart
+
+
+@pytest.mark.parametrize("way", ["parallelize", "block"])
+def test_a_string_that_changes_in_every_step_hides_no_flag(way: str) -> None:
+    model, x, comm = made(switched()).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
+    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
+    if way == "parallelize":
+        parallelize(model, comm, plan=plan)
+
+    def run() -> None:
+        with seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext():
+            model(x)
+
+    for step in range(24):
+        model.word = f"step {step}"
+        run()
+    model.pooled = True
+    with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
+        run()
+
+
+class Hashed(nn.Module):
+    """A module with a hash of its state, as a metric has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 1
+
+    def __hash__(self) -> int:
+        return hash(self.steps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x
+
+
+class Odd:
+    """Raises at whatever it is asked, and has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise ArithmeticError(name)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise ArithmeticError("no attributes")
+
+
+def test_a_part_with_a_hash_of_its_own_renews_no_trial() -> None:
+    model, runs = made(switched()).eval(), list[int]()
+    model.part.register_forward_pre_hook(lambda *_: runs.append(0))
+    model.part = nn.Sequential(model.part, Hashed()).eval()
+    parallelize(model, LocalComm(), plan=Plan(MASK, Layout.contiguous(TOKENS, 1)))
+    found, x = [], torch.randn(1, TOKENS, E).double()
+    for _ in range(6):
+        runs.clear()
+        model(x)
+        found.append(len(runs))
+    assert found[0] > 1 and found[1:] == [1] * 5
+
+
+def test_objects_that_raise_or_have_no_hash_are_part_of_a_code() -> None:
+    model, switch = made(switched()), Switch()
+    model.odd, model.gone = Odd(), weakref.proxy(switch)
+    assert code_of(model.modules()) == code_of(model.modules())
+    del switch
+    assert code_of(model.modules()) == code_of(model.modules())
+
+
+def closed() -> Any:
+    """A model to which functions refer, in its class and in a hook."""
+
+    class Closed(Pooling):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x, 0)
+
+    model = made(Closed)
+    Closed.of = lambda self: model  # type: ignore[attr-defined]
+    model.block.register_forward_hook(lambda module, args, y: None if model.training else y)
+    with parallelize(model, LocalComm(), plan=Plan(MASK, Layout.contiguous(TOKENS, 1))):
+        model(torch.ones(1, TOKENS, E).double())
+    return weakref.ref(model)
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    alive = closed()
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("what", ["autocast", "a hook"])
+def test_a_block_tries_a_call_as_it_was_made(what: str) -> None:
+    class Casting(Pooling):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x, int(torch.is_autocast_enabled("cpu")))
+
+    model, x, comm = made(Casting).float(), torch.randn(1, TOKENS, E), LocalComm()
+    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
+
+    def run() -> None:
+        with seqpar.sdpa(plan, comm):
+            if what == "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(x)
+            else:
+                hook = model.block.register_forward_hook(lambda module, args, y: mean(y))
+                model(x)
+                hook.remove()
+
+    for _ in range(2):
+        if what == "autocast":
+            with pytest.raises(NotImplementedError, match="Casting cannot be computed on several ranks"):
+                run()
+        else:
+            with pytest.warns(UserWarning, match="it was changed back, or its mode was, before the block ended"):
+                run()
 
 
 def test_a_rank_that_is_called_in_a_way_of_its_own_lets_no_other_wait() -> None:

@@ -131,6 +131,68 @@ def test_a_change_of_one_rank_is_tried_by_all(how: str, way: str) -> None:
     assert all("what head (Linear) returns does not follow" in said for said, _ in every), every
 
 
+class Summing(nn.Module):
+    """Adds a sum over ranks that no wrapper makes, as the loss of a mixture of experts does."""
+
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        super().__init__()
+        self.model, self.comm, self.verbose = model, comm, False
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.model(ids, positions) + 0 * seqpar.train.all_sum(torch.ones((), dtype=torch.float64), self.comm)
+
+
+def logged(comm: Comm, way: str) -> tuple[list[float], int]:
+    """What four forwards come to, and the runs; one rank alone logs from the third on."""
+    model, runs = Summing(made(ALONE["positions given"]), comm), list[int]()
+    model.model.head.register_forward_pre_hook(lambda *_: runs.append(0))
+    if way == "parallelize":
+        parallelize(model, comm)
+    found = []
+    for step in range(4):
+        if step == 2 and comm.rank == 0:
+            model.verbose = True
+            model.model.head.register_forward_hook(lambda module, args, y: None)
+        found.append(float(call(model, comm, way, [5, 4]).detach().square().sum()))
+    return found, len(runs)
+
+
+@pytest.mark.parametrize("way", ["parallelize", "block"])
+def test_a_log_of_one_rank_lets_no_rank_of_a_sum_inside_wait(way: str) -> None:
+    every = run_processes(2, logged, way)
+    assert every[0][1] == every[1][1]
+    assert all(len(set(found)) == 1 for found, _ in every)
+
+
+class Told(nn.Module):
+    """Pools once it is told to; under `fully_shard` itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.pooled = model, False
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        y = self.model(ids, positions)
+        return y + y.mean(1, keepdim=True) if self.pooled else y
+
+
+def told(comm: Comm, way: str) -> str:
+    model = fully_shard(Told(made(ALONE["positions given"])), mesh=init_device_mesh("cpu", (comm.size,)))
+    if way == "parallelize":
+        parallelize(model, comm)
+    call(model, comm, way, [5, 4])
+    call(model, comm, way, [5, 4])
+    model.pooled = True
+    with pytest.raises(NotImplementedError) as raised:
+        call(model, comm, way, [5, 4])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("way", ["parallelize", "block"])
+def test_a_flag_of_a_sharded_module_is_noticed(way: str) -> None:
+    assert all("Told cannot be computed on several ranks" in said for said in run_processes(2, told, way))
+
+
 def fails(*_: Any) -> None:
     raise ArithmeticError("no good")
 
