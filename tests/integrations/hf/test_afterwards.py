@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from collections.abc import Callable
 from functools import partial, wraps
@@ -21,6 +22,7 @@ from seqpar.testing import run_threads
 from seqpar.train import token_mean
 from tests.integrations.hf import hybrids
 from tests.integrations.hf.models import SIZES, batches, build, one_process, packed
+from tests.integrations.probe.test_rows import Hashed
 
 EVERY = batches("right", 2)
 
@@ -392,3 +394,55 @@ def test_numbers_that_have_no_part_in_logits_may_change_and_logits_are_still_not
             assert rows == seen
             model.config.use_cache = False
             model.steps = 1
+
+
+def meeting(inner: Any) -> Any:
+    """A function around another one, by which tokens meet; it looks like the inner one."""
+
+    @wraps(inner)
+    def forward(*args: Any, **named: Any) -> Any:
+        y = inner(*args, **named)
+        return y + y.mean(1, keepdim=True)
+
+    return forward
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "a forward that looks alike": lambda m: setattr(m.layers[0].mlp, "forward", meeting(m.layers[0].mlp.forward)),
+    "a hook of the base model": lambda m: m.register_forward_hook(lambda module, args, out: None),
+    "a second hook": lambda m: m.layers[1].mlp.register_forward_hook(lambda module, args, y: meeting(lambda: y)()),
+    "a function": lambda m: m.layers[0].mlp.__dict__.update(also=meeting(F.silu)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_code_of_ones_own_put_in_later_is_warned_of(name: str) -> None:
+    def rank(comm: Comm) -> None:
+        own = build("llama")
+        own.model.layers[1].mlp.register_forward_hook(lambda module, args, y: None)
+        own.metric = Hashed()
+        with seqpar.parallelize(own, comm):
+            own(**EVERY[comm.rank])
+            LATER[name](own.model)
+            own(**EVERY[comm.rank])
+
+    with pytest.warns(UserWarning, match="was given .* of your own.* put it there before seqpar.parallelize") as told:
+        run_threads(2, rank)
+    assert len([each for each in told if "of your own" in str(each.message)]) == 2, "one on each rank"
+
+
+def test_a_forward_of_ones_own_in_the_class_of_a_part_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = build("llama")
+    kind = type(own.model.layers[0].mlp)
+    barrier = threading.Barrier(2)
+
+    def rank(comm: Comm) -> None:
+        mine = copy.deepcopy(own)
+        with seqpar.parallelize(mine, comm):
+            if barrier.wait() == 0:
+                monkeypatch.setattr(kind, "forward", meeting(kind.forward))
+            barrier.wait()
+            mine(**EVERY[comm.rank])
+
+    with pytest.warns(UserWarning, match="was given a forward of your own in its class LlamaMLP"):
+        run_threads(2, rank)
