@@ -99,7 +99,7 @@ class ParallelModel:
     """
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
-        self.model, self.comm, self.asleep = model, comm, False
+        self.model, self.comm, self.asleep, self._over = model, comm, False, False
         self._undone, self._arounds = ExitStack(), list[Around]()
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
@@ -119,7 +119,7 @@ class ParallelModel:
 
         Wrappers that were put around a forward meanwhile stay, and call the original forward.
         """
-        self.asleep = True
+        self.asleep = self._over = True
         self._undone.close()
 
     @contextmanager
@@ -129,7 +129,7 @@ class ParallelModel:
         try:
             yield
         finally:
-            self.asleep = before
+            self.asleep = before or self._over
 
     @contextmanager
     def again(self) -> Iterator[None]:

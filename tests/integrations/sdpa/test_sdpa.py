@@ -649,6 +649,14 @@ def test_undo_restores_the_model_exactly_and_a_copy_is_on_its_own() -> None:
     assert set(vars(model)) == attributes and torch.equal(model(x), plain)
 
 
+def test_a_model_that_is_restored_inside_local_stays_so() -> None:
+    model = made()
+    handle = parallelize(model, LocalComm(), plan=Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 1)))
+    with handle.local():
+        handle.undo()
+    assert handle.asleep and "forward" not in vars(model)
+
+
 def test_a_forward_that_somebody_wraps_meanwhile_stays_and_is_the_models_own_again() -> None:
     model, x = made(), inputs()[0][None]
     plain = model(x)
