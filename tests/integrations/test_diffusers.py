@@ -223,6 +223,7 @@ def test_a_plan_of_other_places_of_keys_is_refused() -> None:
     run_threads(2, rank, timeout=20.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 @pytest.mark.parametrize("where", ["model", "attention", "exit"])
 def test_another_forward_of_a_class_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not run: the one that the model had is inside the parallel one."""
