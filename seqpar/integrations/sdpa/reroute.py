@@ -194,7 +194,7 @@ class Rerouting(TorchFunctionMode):
                 "sdpa: torch.backends.mha.set_fastpath_enabled(True) inside the block lets encoder layers in eval "
                 "attend to a shard alone"
             )
-        if kind is None and self.tries and self.calls != self.first and not under_trial():
+        if kind is None and called and not under_trial():
             self._try_all(list(called.values()))
         if kind is None and self.calls == self.first and not self.again:
             raise RuntimeError(
