@@ -118,15 +118,15 @@ class _Notes:
             if several := own.get(hooks):
                 for hook in several.values():
                     self.add_function(self.written, hook, DEEP)
-        if forward := own.get("forward"):
+        if (forward := own.get("forward")) is not None:
             self.add_function(self.written, forward, DEEP)
         for tensors in ("_parameters", "_buffers"):
             if several := own.get(tensors):
                 self.flags += [x is None for x in several.values()]
         # nobody sets attributes of PyTorch's layers that have no parts, and those of its wrappers change in every step
-        if (kind.__module__.startswith("torch.nn.modules.") and not own.get("_modules")) or is_wrapper(module):
+        if (str(kind.__module__).startswith("torch.nn.modules.") and not own.get("_modules")) or is_wrapper(module):
             return
-        for name, value in own.items():
+        for name, value in list(own.items()):  # another thread may set some
             if name not in LEFT_OUT:
                 self.add(value, DEEP)
 
@@ -136,10 +136,11 @@ class _Notes:
         self.seen.add(id(kind))
         self.written.append(f"{kind.__module__}.{kind.__qualname__}")
         for each in kind.__mro__:
-            if each.__module__.startswith(("torch.", "builtins")):
+            if str(each.__module__).startswith(("torch.", "builtins")):
                 continue
-            for value in each.__dict__.values():
-                inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            for value in list(each.__dict__.values()):
+                inner = value.fget if type(value) is property else value
+                inner = inner.__func__ if type(inner) in (staticmethod, classmethod) else inner
                 if type(inner) is FunctionType:
                     self.written.append(_hash_of(inner.__code__))
                     if inner.__closure__:

@@ -116,23 +116,28 @@ def own_code(module: nn.Module, *, forwards: bool = True) -> dict[object, str]:
     if not _is_known(kind):
         found[kind.__qualname__] = f"the class {kind.__qualname__} of your own"
     elif forwards and not _is_known(kind.forward):
-        found["written", kind.forward] = f"a forward of your own in its class {kind.__qualname__}"
+        found["written", _code_of(kind.forward)] = f"a forward of your own in its class {kind.__qualname__}"
     processor = own.get("processor") or module._modules.get("processor")
     if not _is_known(type(processor)):
-        found["processor", id(processor)] = "a processor of your own"
+        found["processor", type(processor)] = "a processor of your own"
     forward = own.get("forward")
     if forwards and forward is not None and not isinstance(forward, Around) and not _is_known(_inner(forward)):
-        found["forward", id(forward)] = "a forward of your own"
+        found["forward", _code_of(forward)] = "a forward of your own"
     for name, value in own.items():
         if type(value) is FunctionType and name != "forward" and not _is_known(value):
-            found[name, id(value)] = f"a function of your own, {name}"
-    return found | {("hook", key): "a hook of your own" for key in _own_hooks(module)}
+            found[name, value.__code__] = f"a function of your own, {name}"
+    return found | {("hook", _code_of(hook)): "a hook of your own" for hook in _own_hooks(module)}
 
 
-def _own_hooks(module: nn.Module) -> list[int]:
-    """The numbers of a user's hooks, which no two hooks share."""
-    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    return [key for key, hook in hooks if not _is_known(_inner(hook))]
+def _own_hooks(module: nn.Module) -> list[Any]:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return [hook for hook in hooks if not _is_known(_inner(hook))]
+
+
+def _code_of(function: Any) -> Any:
+    """The code of a function, the same one for a function that each step creates anew; else its type."""
+    inner = _inner(function)
+    return getattr(inner, "__code__", inner) if isinstance(inner, (FunctionType, MethodType)) else type(inner)
 
 
 def _inner(function: Any) -> Any:

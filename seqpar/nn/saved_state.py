@@ -195,8 +195,8 @@ def is_wrapper(module: nn.Module) -> bool:
     A module under `fully_shard` does not count, though FSDP2 gives it a class of its own beside the user's.
     """
     kind = type(module)
-    return kind.__module__.startswith(_WRAPPERS) and not any(
-        issubclass(each, nn.Module) and not each.__module__.startswith("torch.") for each in kind.__mro__
+    return str(kind.__module__).startswith(_WRAPPERS) and not any(
+        issubclass(each, nn.Module) and not str(each.__module__).startswith("torch.") for each in kind.__mro__
     )
 
 

@@ -63,7 +63,12 @@ class Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        if args and args[0] is self.module:  # bound to it once more, as by accelerate's unwrap_model
+        if args and isinstance(args[0], type(self.module)):  # bound to it once more, as by accelerate's unwrap_model
+            if args[0] is not self.module:
+                raise NotImplementedError(
+                    f"a copy of a parallel {type(self.module).__name__} calls the forward of the original, which "
+                    "accelerate has bound to it under mixed precision, and would compute with other weights"
+                )
             args = args[1:]
         if self.handle is not None and self.handle.asleep:
             return self.forward(*args, **kwargs)

@@ -7,6 +7,7 @@ import importlib
 import math
 import pkgutil
 import re
+import types
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -929,6 +930,50 @@ def test_weights_are_not_compared_again_for_parts_that_are_trained_in_turns(monk
             model.proj_out.requires_grad_(bool(turn % 2))  # type: ignore[union-attr]
             model(**inputs)
     assert len(read) == 12  # before 6 forwards of each kind
+
+
+def test_other_weights_are_told_again_after_they_were_told() -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> list[str]:
+        own, said = copy.deepcopy(model), []
+        parallelize(own, comm)
+        own.proj_out.bias.data += comm.rank  # type: ignore[union-attr, operator]
+        for _ in range(3):
+            with pytest.raises(ValueError) as caught, torch.no_grad():
+                own(**inputs)
+            said.append(str(caught.value))
+        return said
+
+    for said in run_threads(2, rank):
+        assert all("weights differs between rank 0 and rank 1" in each for each in said)
+
+
+def test_a_rank_that_freezes_a_parameter_compares_weights_in_its_own_forwards() -> None:
+    model, inputs = made("flux")
+
+    def rank(comm: Comm) -> list[Tensor]:
+        own, found = copy.deepcopy(model), []
+        parallelize(own, comm)
+        for step in range(8):
+            if step == 3 and comm.rank == 0:
+                own.x_embedder.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
+            found.append(own(**inputs)[0].detach())
+        return found
+
+    for found in run_threads(2, rank):
+        assert all(torch.equal(x, found[0]) for x in found)
+
+
+def test_a_copy_that_calls_the_originals_forward_is_refused() -> None:
+    model, inputs = made("flux")
+    parallelize(model, LocalComm())
+    other = copy.deepcopy(model)
+    other.forward = types.MethodType(vars(model)["forward"], other)  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError, match="calls the forward of the original"):
+        other(**inputs)
+    model.forward = types.MethodType(vars(model)["forward"], model)  # type: ignore[method-assign]
+    assert model(**inputs)[0].shape
 
 
 def test_what_one_rank_refuses_raises_on_all() -> None:

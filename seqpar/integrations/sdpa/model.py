@@ -110,13 +110,12 @@ class _Forward:
         refuse_transforms(f"parallelize({type(model).__name__})")
         if self.comm.size == 1 or (self._compared and not torch.is_grad_enabled()):
             return  # optimizers step between forwards with gradients alone
-        self._compared += 1
-        if self._compared - 1 not in COMPARED:
-            return
-        if self._loop is None:
-            self._loop = Loop(model, self.comm)
-        if self._loop.model is model:
-            self._loop.gather(f"parallelize({type(model).__name__})", None, None, facts={})
+        if self._compared in COMPARED:
+            if self._loop is None:
+                self._loop = Loop(model, self.comm)
+            if self._loop.model is model:
+                self._loop.gather(f"parallelize({type(model).__name__})", None, None, facts={})
+        self._compared += 1  # a call after an error is compared again
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:

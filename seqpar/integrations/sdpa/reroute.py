@@ -410,9 +410,6 @@ class Rerouting(TorchFunctionMode):
         every = self.comm.gather("sdpa: what models run", told)
         for number, use in enumerate(uses):
             found = [other[number] for other in every if number < len(other)]
-            if any(code.written != now for code, now in found):
-                warn_untried(use.model, "it was changed back, or its mode was, before the block ended, which tries it")
-                continue
             codes, first = [code for code, _ in found], True
             for way, (args, kwargs) in use.ways.items():
                 calls = [ModelCall(use.model, self.plan, self.comm, each, codes, use.code) for each in (None, way)]
@@ -421,6 +418,8 @@ class Rerouting(TorchFunctionMode):
                 if due:
                     with under_autocast(autocast_of(way)):
                         self._try(due, args, kwargs)
+                    if any(code.written != now for code, now in found):
+                        warn_untried(use.model, "its modules, hooks or modes were others before the block ended")
                 elif why := calls[0].changed() if calls else None:
                     warn_untried(use.model, why)
 

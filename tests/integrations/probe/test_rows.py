@@ -544,13 +544,49 @@ def test_a_block_tries_a_call_as_it_was_made(what: str) -> None:
                 model(x)
                 hook.remove()
 
-    for _ in range(2):
-        if what == "autocast":
+    if what == "autocast":
+        for _ in range(2):
             with pytest.raises(NotImplementedError, match="Casting cannot be computed on several ranks"):
                 run()
-        else:
-            with pytest.warns(UserWarning, match="it was changed back, or its mode was, before the block ended"):
-                run()
+        return
+    with pytest.warns(UserWarning, match="its modules, hooks or modes were others before the block ended"):
+        run()
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_model_with_a_hook_for_the_time_of_its_forward_is_tried(mixes: bool) -> None:
+    class Hooking(Pooling):
+        def forward(self, x: Tensor) -> Tensor:
+            hook = self.block.register_forward_hook(lambda module, args, y: None)
+            try:
+                return super().forward(x, int(mixes))
+            finally:
+                hook.remove()
+
+    model, x, comm, found = made(Hooking), torch.randn(1, TOKENS, E).double(), LocalComm(), list[int]()
+    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
+    told = pytest.raises(NotImplementedError, match="Hooking cannot") if mixes else contextlib.nullcontext()
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as said, told, seqpar.sdpa(plan, comm):
+            warnings.simplefilter("always")
+            model(x)
+        found.append(len([each for each in said if "not known" in str(each.message)]))
+    assert mixes or sum(found) <= 1
+
+
+class AttrDict(dict[str, Any]):
+    """As of many projects: what it lacks is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_class_with_settings_of_any_kind_has_a_code() -> None:
+    class Set(Pooling):
+        defaults = AttrDict(dim=32)
+        __module__ = None  # type: ignore[assignment]
+
+    model = made(Set)
+    assert code_of(model.modules()) == code_of(model.modules())
 
 
 def test_a_rank_that_is_called_in_a_way_of_its_own_lets_no_other_wait() -> None:

@@ -989,6 +989,22 @@ def test_ranks_that_drew_other_weights_are_told() -> None:
     assert first == second and "blocks.1.out.bias differs by up to 1 " in first
 
 
+def test_other_weights_are_told_again_after_they_were_told() -> None:
+    plan, models = Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 2)), [made(), made()]
+
+    def rank(comm: Comm) -> int:
+        model, told = models[comm.rank], 0
+        next(model.parameters()).data += comm.rank
+        parallelize(model, comm, plan=plan)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="weights|differ"), torch.no_grad():
+                model(torch.zeros(1, plan.rows(comm.rank), E, dtype=torch.float64))
+            told += 1
+        return told
+
+    assert run_threads(2, rank) == [3, 3]
+
+
 @pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("validated", [0, 20])
