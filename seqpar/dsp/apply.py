@@ -24,7 +24,7 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
-from seqpar.nn.code import Few, autocast_dtypes, code_of
+from seqpar.nn.code import Few, KnownCodes, autocast_dtypes, code_of
 from seqpar.nn.fingerprint import WeightChecks, hashed, leaves, weights_of
 from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.nn.kinds import name_of
@@ -34,7 +34,7 @@ from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.handles import in_graph
 
 MakeStagePlan = Callable[..., StagePlan]
-KINDS, FLAGS = 16, 64  # settings of calls, and flags of a model, that are looked at one by one
+KINDS = 16  # settings of calls that are looked at one by one
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
 
 
@@ -327,9 +327,8 @@ class Parallelized(ParallelModel):
             codes.own = code_of(seen.modules)
         seen.checks.passed()
         settings = tuple((name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments))
-        # a hook on one rank concerns all, which run a stage equally often; words and settings may number steps
-        runs = [(x.written, x.held, seen.flags.known(x.flags), seen.words.known(x.words)) for x in codes.every]
-        return seen.settings.known((settings, autocast_dtypes())), tuple(runs)
+        # a hook on one rank concerns all, which run a stage equally often; settings may number steps
+        return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(codes.every)
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, hashed(x) if self.check_inputs else None
@@ -400,7 +399,7 @@ class _Seen:
     def forget(self) -> None:
         """Forget what was checked, since modules are others now."""
         self.checks = WeightChecks()
-        self.settings, self.flags, self.words = Few(KINDS), Few(FLAGS), Few(KINDS)
+        self.settings, self.codes = Few(KINDS), KnownCodes()
         self.shapes: set[object] = set()  # each with a kind
         self.sizes: set[object] = set()  # the same, known before the first stage
         self.tried: dict[object, int] = {}  # stages, each with a dimension and a kind -> rows in a trial

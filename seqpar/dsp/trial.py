@@ -65,7 +65,9 @@ def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[s
             cut = sizes_of_parts(size, ranks, parts) if dim == inside and parts > 1 else [size]
             rows = max(max(shares(part, ranks)) for part in cut)
             most[dim] = min(rows, most.get(dim, rows))
-    return {dim: rows for dim, rows in most.items() if rows}
+    # of a single row others show something only where a rank may take more of them
+    least = 2 if block.attention or block.gathers or block.core else 1
+    return {dim: rows for dim, rows in most.items() if rows >= least}
 
 
 class Trial:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
 from seqpar.nn.saved_state import OF_MODULES, STATELESS, is_wrapper
-from seqpar.nn.wrap import Around
+from seqpar.nn.wrap import Around, closed_over
 
 FEW = 16  # elements of a container that are looked at
 DEEP = 3  # functions inside functions, as in closures and partials
@@ -32,6 +32,7 @@ _numbers: dict[int, tuple[Callable[[], Any], int]] = {}  # of modules, by their 
 _count = count()
 _hashes: dict[int, tuple[CodeType, int]] = {}  # of code objects, by their ids
 KEPT = 4096  # hashes
+FLAGS, WORDS = 64, 16  # combinations of a model's flags that trials tell apart, and of its strings, which may be steps
 
 
 class Code(NamedTuple):
@@ -90,6 +91,20 @@ class Few:
         if len(self._seen) < self.most:
             self._seen.add(value)
         return value if value in self._seen else None
+
+
+class KnownCodes:
+    """The codes of a model on all ranks, as trials tell them apart: without flags and words where there are too many.
+
+    All ranks ask for the same codes in the same order, and so get the same keys.
+    """
+
+    def __init__(self) -> None:
+        self._flags, self._words = Few(FLAGS), Few(WORDS)
+
+    def key(self, codes: Iterable[Code]) -> Hashable:
+        """What stands for these codes."""
+        return tuple([(x.written, x.held, self._flags.known(x.flags), self._words.known(x.words)) for x in codes])
 
 
 def _number(module: nn.Module) -> int:
@@ -211,8 +226,8 @@ class _Notes:
                 self._add_object(notes, owner, deep)
         if kind is FunctionType:
             notes.append(_hash_of(function.__code__))
-            cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-            self._add_all([*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], deep)
+            defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+            self._add_all([*closed_over(function), *defaults], deep)
         elif kind is partial:
             self.add_function(notes, function.func, deep)
             self._add_all([*function.args, *function.keywords.values()], deep)
@@ -227,14 +242,6 @@ class _Notes:
     def _add_all(self, values: Iterable[Any], deep: int) -> None:
         for value in values:
             self.add(value, deep - 1)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _hash_of(code: CodeType) -> int:

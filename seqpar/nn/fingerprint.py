@@ -137,7 +137,8 @@ def sketch(x: Tensor) -> list[float]:
     """A tensor's sum of squares, and `SUMS` sums of its elements with random signs.
 
     The squared differences of these sums between two tensors add up to the squared norm of the tensors' difference, on
-    average over signs, and nearly so for most.
+    average over signs, and nearly so where many elements differ. Elements whose places are equal modulo `SUMS` share a
+    sum: one that stands in another of these places may go unnoticed.
     """
     x = x.detach().reshape(-1)
     sums = torch.zeros(1 + SUMS, dtype=torch.float64, device=x.device)

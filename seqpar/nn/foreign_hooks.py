@@ -117,7 +117,7 @@ def own_code(module: nn.Module, *, forwards: bool = True) -> dict[object, str]:
         found[kind.__qualname__] = f"the class {kind.__qualname__} of your own"
     elif forwards and not _is_known(kind.forward):
         found["written", _code_of(kind.forward)] = f"a forward of your own in its class {kind.__qualname__}"
-    processor = own.get("processor") or module._modules.get("processor")
+    processor = own.get("processor", module._modules.get("processor"))
     if not _is_known(type(processor)):
         found["processor", type(processor)] = "a processor of your own"
     forward = own.get("forward")
@@ -135,9 +135,9 @@ def _own_hooks(module: nn.Module) -> list[Any]:
 
 
 def _code_of(function: Any) -> Any:
-    """The code of a function, the same one for a function that each step creates anew; else its type."""
+    """The code of a function, the same one for a function that each step creates anew; the class of an object."""
     inner = _inner(function)
-    return getattr(inner, "__code__", inner) if isinstance(inner, (FunctionType, MethodType)) else type(inner)
+    return inner.__code__ if isinstance(inner, (FunctionType, MethodType)) else inner
 
 
 def _inner(function: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any, TypeVar
@@ -208,8 +208,16 @@ def _inside(wrapper: Any) -> list[Any]:
         return [wrapper.func, *wrapper.args]
     if isinstance(wrapper, MethodType):
         return [wrapper.__func__, wrapper.__self__]
-    cells = getattr(wrapper, "__closure__", None) or ()
-    return [*(cell.cell_contents for cell in cells), *getattr(wrapper, "__dict__", {}).values()]
+    return [*closed_over(wrapper), *getattr(wrapper, "__dict__", {}).values()]
+
+
+def closed_over(function: Any) -> list[Any]:
+    """The values in a function's closure, but for names that have none yet."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def refuse_unready(model: nn.Module) -> None:

@@ -355,6 +355,26 @@ def test_noise_is_drawn_with_one_seed() -> None:
     assert right_after(mistake)
 
 
+def test_adapters_are_added_on_every_rank() -> None:
+    peft = pytest.importorskip("peft")
+
+    def add(model: Any) -> None:
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))  # whose last matrices are zero
+
+    def mistake(comm: Comm, model: nn.Module) -> None:
+        if comm.rank:
+            add(model)
+        with torch.no_grad(), advised(ValueError, "add the same adapters on every rank"):
+            model(**INPUTS)
+        if not comm.rank:
+            add(model)
+        for name, p in model.named_parameters():
+            if "lora_A" in name:  # drawn by each rank
+                p.data.fill_(0.1)
+
+    assert right_after(mistake)
+
+
 def test_gradients_are_summed_before_a_step() -> None:
     def trained(model: nn.Module, sums: Callable[[], object], steps: int = 2) -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

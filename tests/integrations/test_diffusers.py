@@ -965,6 +965,22 @@ def test_a_rank_that_freezes_a_parameter_compares_weights_in_its_own_forwards() 
         assert all(torch.equal(x, found[0]) for x in found)
 
 
+def test_a_wrapper_whose_closure_has_no_value_yet_is_looked_into() -> None:
+    model, inputs = made("flux")
+    parallelize(model, LocalComm())
+    inner = vars(model.proj_out)["forward"]
+
+    def wrapper(x: Tensor) -> Tensor:
+        return later if x is None else inner(x)  # noqa: F821
+
+    model.proj_out.forward = wrapper  # type: ignore[union-attr, method-assign, assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert model(**inputs)[0].shape
+    if False:
+        later = None
+
+
 def test_a_copy_that_calls_the_originals_forward_is_refused() -> None:
     model, inputs = made("flux")
     parallelize(model, LocalComm())

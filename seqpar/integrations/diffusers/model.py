@@ -40,6 +40,8 @@ from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import under_way
 from seqpar.plan import Plan
 
+PARAMETERS = "the number of parameters"  # a fact of a forward
+
 
 def parallelize(
     model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, accuracy: Accuracy = "exact", deterministic: bool = True
@@ -125,7 +127,7 @@ def _compared(
         named = list(model.named_modules())
         recipe.check(named, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
-        facts.own["the number of parameters"] = sum(len(module._parameters) for _, module in named)
+        facts.own[PARAMETERS] = sum(len(module._parameters) for _, module in named)
         modules = [module for _, module in named]
         identity = identity_of(modules)
         before, checks = sharing.checks.get(model, (identity, WeightChecks()))
@@ -156,6 +158,11 @@ def _same_on_all(facts: Sequence[dict[str, Any]], count: int | None) -> None:
             if name == "weights" and not (name in other and name in facts[0]):
                 continue  # as where one rank has frozen a parameter: it compares weights in other forwards
             if other.get(name) != facts[0].get(name):
+                if name == PARAMETERS:
+                    raise ValueError(
+                        f"diffusers: the model has {facts[0].get(name)} parameters on rank 0 and {other.get(name)} on "
+                        f"rank {rank}; add the same adapters on every rank"
+                    )
                 if name == "weights" and count:
                     raise ValueError(
                         f"diffusers: weights differs between rank 0 and rank {rank} since an optimizer stepped with "

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from seqpar.nn.foreign_hooks import own_code
 from seqpar.nn.kinds import name_of
+from seqpar.nn.wrap import closed_over
 
 DEEP = 8  # wrappers around a forward
 
@@ -97,7 +98,7 @@ class Afterwards:
             )
 
     def warn_of_own_code(self) -> None:
-        """Warn of modules that run code of a user since the model was made parallel, once for each."""
+        """Warn of code of a user that came since the model was made parallel; the first of several is named."""
         found = self._user_code()
         new = [(number, key) for number, several in found.items() for key in several.keys() - self._own[number].keys()]
         if new:
@@ -209,9 +210,5 @@ def _reaches(wrapper: Any, wrapped: object, depth: int) -> bool:
     if not isinstance(owner := getattr(wrapper, "__self__", None), nn.Module):
         held += getattr(owner, "__dict__", {}).values()
     held += getattr(wrapper, "__defaults__", None) or ()
-    for cell in getattr(wrapper, "__closure__", None) or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
+    held += closed_over(wrapper)
     return any(_reaches(each, wrapped, depth - 1) for each in held if not isinstance(each, (type, nn.Module)))

@@ -32,15 +32,24 @@ from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.probe.trial import READINGS, try_model
 from seqpar.nn.asleep import awakened
-from seqpar.nn.code import Code, Few, autocast_dtypes
+from seqpar.nn.code import Code, KnownCodes, autocast_dtypes
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
 
 AGAIN = 16  # the call at which a model that passed is tried once more
 KEPT = 64  # remembered ways of calling models, and codes of a model; the oldest go first
-FLAGS, WORDS = 64, 16  # remembered combinations of a model's flags, and of its strings, which a step may number
 BatchSizes = frozenset[tuple[str, int]]  # batch and document sizes, in powers of 2
-CallWay = tuple[Hashable, ...]  # of calling a model, see `way_of`
+
+
+class CallWay(NamedTuple):
+    """The way in which a model is called. autocast: the dtypes of `autocast_dtypes`."""
+
+    arguments: tuple[Hashable, ...]
+    named: tuple[Hashable, ...]
+    training: bool
+    autocast: tuple[Any, ...]
+
+
 Key = CallWay | bool  # what decides whether a call is new: the way, or for all ranks whether the model is training
 
 
@@ -52,17 +61,19 @@ class CallHistory(NamedTuple):
 
 
 class ModelHistory:
-    """What a comm knows of a model. codes: its code on each rank -> the ways in which it was called since."""
+    """What a comm knows of a model. codes: its code on each rank -> the ways in which it was called since.
+
+    tried: of a model that is tried once for each mode, whether it was training -> `Code.written` then.
+    """
 
     def __init__(self) -> None:
         self.codes: dict[Hashable, dict[Key, CallHistory]] = {}
-        self.tried: dict[bool, int] = {}  # what was written when a model was tried that is tried once, by its mode
-        self._flags, self._words = Few(FLAGS), Few(WORDS)
+        self.tried: dict[bool, int] = {}
+        self._known = KnownCodes()
 
     def of(self, codes: Sequence[Code]) -> dict[Key, CallHistory]:
         """The ways in which a model of such codes was called, the same on all ranks, which ask for the same codes."""
-        known = [(x.written, x.held, self._flags.known(x.flags), self._words.known(x.words)) for x in codes]
-        found = self.codes.setdefault(tuple(known), {})
+        found = self.codes.setdefault(self._known.key(codes), {})
         if len(self.codes) > KEPT:  # the same one on all ranks
             del self.codes[next(iter(self.codes))]
         return found
@@ -233,12 +244,7 @@ def ranks_meet(model: nn.Module) -> bool:
 def way_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> CallWay:
     """The way in which a model is called: the names and kinds of its arguments, the values of flags, and autocast."""
     named = tuple((n, _kind(x)) for n, x in sorted(kwargs.items()) if x is not None)
-    return tuple(map(_kind, args)), named, training, autocast_dtypes()
-
-
-def autocast_of(way: CallWay) -> Any:
-    """The dtypes of autocast in a way of calling a model."""
-    return way[-1]
+    return CallWay(tuple(map(_kind, args)), named, training, autocast_dtypes())
 
 
 def _kind(x: Any) -> Hashable:

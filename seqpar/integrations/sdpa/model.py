@@ -109,7 +109,7 @@ class _Forward:
         """Raise ValueError on every rank if weights differ between ranks, from the start or by unsummed gradients."""
         refuse_transforms(f"parallelize({type(model).__name__})")
         if self.comm.size == 1 or (self._compared and not torch.is_grad_enabled()):
-            return  # optimizers step between forwards with gradients alone
+            return  # optimizers step between forwards with gradients alone; a rank's frozen parts do not decide
         if self._compared in COMPARED:
             if self._loop is None:
                 self._loop = Loop(model, self.comm)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.facts.mask import Mask
-from seqpar.integrations.probe.calls import CallWay, ModelCall, autocast_of, outermost, way_of
+from seqpar.integrations.probe.calls import CallWay, ModelCall, outermost, way_of
 from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
@@ -416,10 +416,13 @@ class Rerouting(TorchFunctionMode):
                 calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
                 first, due = False, [call for call in calls if call.is_due()]
                 if due:
-                    with under_autocast(autocast_of(way)):
+                    with under_autocast(way.autocast):
                         self._try(due, args, kwargs)
                     if any(code.written != now for code, now in found):
-                        warn_untried(use.model, "its modules, hooks or modes were others before the block ended")
+                        warn_untried(
+                            use.model,
+                            "modules, hooks or modes were changed back before it was tried",
+                        )
                 elif why := calls[0].changed() if calls else None:
                     warn_untried(use.model, why)
 

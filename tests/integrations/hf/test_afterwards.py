@@ -407,10 +407,22 @@ def meeting(inner: Any) -> Any:
     return forward
 
 
+class First:
+    """A hook of a class."""
+
+    def __call__(self, module: nn.Module, args: Any, y: Tensor) -> None:
+        return None
+
+
+class Second(First):
+    """Another one."""
+
+
 LATER: dict[str, Callable[[Any], Any]] = {
     "a forward that looks alike": lambda m: setattr(m.layers[0].mlp, "forward", meeting(m.layers[0].mlp.forward)),
     "a hook of the base model": lambda m: m.register_forward_hook(lambda module, args, out: None),
     "a second hook": lambda m: m.layers[1].mlp.register_forward_hook(lambda module, args, y: meeting(lambda: y)()),
+    "an object beside another one": lambda m: m.layers[1].mlp.register_forward_hook(Second()),
     "a function": lambda m: m.layers[0].mlp.__dict__.update(also=meeting(F.silu)),
 }
 
@@ -420,6 +432,7 @@ def test_code_of_ones_own_put_in_later_is_warned_of(name: str) -> None:
     def rank(comm: Comm) -> None:
         own = build("llama")
         own.model.layers[1].mlp.register_forward_hook(lambda module, args, y: None)
+        own.model.layers[1].mlp.register_forward_hook(First())
         own.metric = Hashed()
         with seqpar.parallelize(own, comm):
             own(**EVERY[comm.rank])

@@ -549,7 +549,7 @@ def test_a_block_tries_a_call_as_it_was_made(what: str) -> None:
             with pytest.raises(NotImplementedError, match="Casting cannot be computed on several ranks"):
                 run()
         return
-    with pytest.warns(UserWarning, match="its modules, hooks or modes were others before the block ended"):
+    with pytest.warns(UserWarning, match="modules, hooks or modes were changed back before it was tried"):
         run()
 
 
