@@ -792,16 +792,20 @@ def test_a_model_that_accelerate_unwraps_stays_parallel() -> None:
     with torch.no_grad():
         expected = model(**inputs).sample
 
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)  # its state is one for all threads
+
     def rank(comm: Comm) -> Tensor:
         own = copy.deepcopy(model)
         parallelize(own, comm)
-        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
         own = accelerator.unwrap_model(accelerator.prepare(own), keep_fp32_wrapper=False)
         with torch.no_grad():
             return own(**inputs).sample  # type: ignore[no-any-return]
 
-    for got in run_threads(2, rank):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    try:
+        for got in run_threads(2, rank):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(
