@@ -159,6 +159,16 @@ def test_angles_depend_on_the_longest_position_of_all_ranks(name: str) -> None:
     )  # fmt: skip
 
 
+def check_steps(model: Any, steps: Any, rank: Any) -> None:
+    """Compare several forwards and one backward of two ranks with those of one process."""
+    whole = copy.deepcopy(model)
+    wholes = [one(whole, every, torch.float64, kept=True) for every in steps]
+    found = run_threads(2, rank)
+    for step, (loss, _) in enumerate(wholes):
+        assert [each[0][step] for each in found] == pytest.approx([loss] * 2, rel=1e-9)
+    check([(0.0, grads) for _, grads in found], (0.0, wholes[-1][1]), 1e-9)
+
+
 @pytest.mark.parametrize("name", ROTARY)
 def test_a_long_batch_then_short_ones(name: str) -> None:
     """``dynamic`` keeps the longest length that it has seen, until a batch is shorter than the pretraining's."""
@@ -173,12 +183,7 @@ def test_a_long_batch_then_short_ones(name: str) -> None:
             sum(losses).backward()
         return [float(x) for x in losses], gradients(own)
 
-    whole = copy.deepcopy(model)
-    wholes = [one(whole, every, torch.float64, kept=True) for every in steps]
-    found = run_threads(2, rank)
-    for step, (loss, _) in enumerate(wholes):
-        assert [each[0][step] for each in found] == pytest.approx([loss] * 2, rel=1e-9)
-    check([(0.0, grads) for _, grads in found], (0.0, wholes[-1][1]), 1e-9)
+    check_steps(model, steps, rank)
 
 
 PER_LAYER = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
@@ -216,12 +221,7 @@ def test_lengths_that_one_rank_met_alone_are_forgotten(name: str) -> None:
             sum(losses).backward()
         return [float(x.detach()) for x in losses], gradients(own)
 
-    whole = copy.deepcopy(model)
-    wholes = [one(whole, every, torch.float64, kept=True) for every in steps]
-    found = run_threads(2, rank)
-    for step, (loss, _) in enumerate(wholes):
-        assert [each[0][step] for each in found] == pytest.approx([loss] * 2, rel=1e-9)
-    check([(0.0, grads) for _, grads in found], (0.0, wholes[-1][1]), 1e-9)
+    check_steps(model, steps, rank)
 
 
 def test_inside_local_lengths_grow_as_on_one_device() -> None:
