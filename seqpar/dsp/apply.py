@@ -25,7 +25,7 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.nn.code import Few, KnownCodes, autocast_dtypes, code_of
-from seqpar.nn.fingerprint import WeightChecks, hashed, leaves, weights_of
+from seqpar.nn.fingerprint import WeightChecks, differing, hashed, leaves
 from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
@@ -318,17 +318,27 @@ class Parallelized(ParallelModel):
             facts |= {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            if self.check_inputs and (count := seen.checks.due(seen.modules)) is not None:
-                since = ", as without sync_gradients before an optimizer's steps" if count else ""
-                facts[f"weights{since}"] = weights_of(model, buffers=not count)
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
             facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])
-            codes.own = code_of(seen.modules)
+            weights = seen.checks.weights(model, seen.modules) if self.check_inputs else None
+            codes.own = code_of(seen.modules), weights
+        every, weighed = zip(*codes.every)
+        if (found := differing(weighed)) is not None:
+            first, other, stepped = found
+            raise ValueError(
+                f"{what}: ranks {first} and {other} differ in weights"
+                + (
+                    ", as without sync_gradients before an optimizer's steps; start again from equal weights, and call "
+                    "seqpar.train.sync_gradients(model.parameters(), comm) before every step"
+                    if stepped
+                    else "; load the same ones on every rank, or draw them with the same seed"
+                )
+            )
         seen.checks.passed()
         settings = tuple((name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments))
         # a hook on one rank concerns all, which run a stage equally often; settings may number steps
-        return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(codes.every)
+        return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(every)
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, hashed(x) if self.check_inputs else None

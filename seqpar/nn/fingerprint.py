@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -23,6 +24,31 @@ SUMS = 32  # of a `sketch`
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Weights(NamedTuple):
+    """A fingerprint of a model's weights before a forward, for the comparison of ranks.
+
+    stepped: whether an optimizer may have stepped since the first one; buffers count before the first one alone, since
+    a step does not write to them.
+    """
+
+    stepped: bool
+    value: int
+
+
+def differing(every: Sequence[Weights | None]) -> tuple[int, int, bool] | None:
+    """Two ranks whose weights differ, and whether an optimizer may have stepped; None if no rank's are known to.
+
+    every: by rank; None where a rank compares its weights before other forwards, as one that froze a parameter does.
+    """
+    first: dict[bool, tuple[int, int]] = {}
+    for rank, weights in enumerate(every):
+        if weights is not None:
+            before, value = first.setdefault(weights.stepped, (rank, weights.value))
+            if value != weights.value:
+                return before, rank, weights.stepped
+    return None
+
+
 class WeightChecks:
     """Says before which forwards of a model ranks compare its weights: see `COMPARED`.
 
@@ -34,12 +60,14 @@ class WeightChecks:
         self._counts: dict[int, int] = {}  # forwards by a hash of the parameters that are trainable
         self._now = 0
 
-    def due(self, modules: Iterable[nn.Module]) -> int | None:
-        """The number of the forward that begins, if weights are compared before it. modules: all of the model."""
+    def weights(self, model: nn.Module, modules: Iterable[nn.Module]) -> Weights | None:
+        """The weights for the forward that begins, None if this rank compares none. modules: all of the model."""
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._now = hash(tuple([p.requires_grad for p in parameters]))
         count = self._counts.get(self._now, 0)
-        return count if count in COMPARED and (not count or torch.is_grad_enabled()) else None
+        if count not in COMPARED or (count and not torch.is_grad_enabled()):
+            return None
+        return Weights(count > 0, weights_of(model, buffers=not count))
 
     def passed(self) -> None:
         """Count that forward, since all ranks have begun it."""
@@ -137,16 +165,15 @@ def sketch(x: Tensor) -> list[float]:
     """A tensor's sum of squares, and `SUMS` sums of its elements with random signs.
 
     The squared differences of these sums between two tensors add up to the squared norm of the tensors' difference, on
-    average over signs, and nearly so where many elements differ. Elements whose places are equal modulo `SUMS` share a
-    sum: one that stands in another of these places may go unnoticed.
+    average over signs, and nearly so where many elements differ. An element that stands in another place goes unnoticed
+    once in `2 * SUMS` pairs of places, which have a sum and a sign in common.
     """
     x = x.detach().reshape(-1)
     sums = torch.zeros(1 + SUMS, dtype=torch.float64, device=x.device)
     for n, chunk in enumerate(x.split(CHUNK)):
-        wide = torch.nn.functional.pad(chunk.double(), (0, -len(chunk) % SUMS))
-        signs = 1 - 2 * (_random(n * CHUNK, len(wide), x.device) < 0)
+        wide, random = chunk.double(), _random(n * CHUNK, len(chunk), x.device)
         sums[0] += wide.square().sum()
-        sums[1:] += (wide * signs).view(-1, SUMS).sum(0)
+        sums[1:].index_add_(0, (random >> 32) % SUMS, torch.where(random < 0, -wide, wide))
     return sums.tolist()  # type: ignore[no-any-return]
 
 

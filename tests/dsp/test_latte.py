@@ -206,7 +206,7 @@ def wrong(comm: Comm, how: str) -> str:
         ("dropout", "NotImplementedError: transformer_blocks.0.attn1.to_out.1 is dropout with p=0.1"),
         ("frames", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
         ("noise", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
-        ("weights", "ValueError: a forward of LatteTransformer3DModel: ranks differ in weights"),
+        ("weights", "ValueError: a forward of LatteTransformer3DModel: ranks 0 and 1 differ in weights"),
         ("mask", "encoder_attention_mask of transformer_blocks.0"),
         ("spatial only", "NotImplementedError: stage transformer_blocks.1 is called where temporal"),
         ("right", "nothing"),
@@ -222,7 +222,7 @@ def unsummed(comm: Comm, validations: int) -> str:
     with torch.no_grad():
         for _ in range(validations):
             model(**clip())
-    with pytest.raises(ValueError, match="ranks differ in weights, as without sync_gradients"):
+    with pytest.raises(ValueError, match="ranks 0 and 1 differ in weights, as without sync_gradients"):
         for _ in range(2):
             model(**clip()).sample.square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -232,6 +232,24 @@ def unsummed(comm: Comm, validations: int) -> str:
 @pytest.mark.parametrize("validations", [0, 17])
 def test_a_step_with_shares_of_gradients_is_refused(validations: int) -> None:
     assert run_threads(2, unsummed, validations, timeout=60.0) == ["done"] * 2
+
+
+def freezing(comm: Comm, before: int) -> bool:
+    """Rank 0 freezes a parameter after some forwards, and later the weights of all ranks change alike."""
+    model = latte().train()
+    parallelize(model, comm, plan=SHARDED)
+    for number in range(before + 3):
+        if number == before and comm.rank == 0:
+            model.proj_out.bias.requires_grad_(False)
+        model(**clip()).sample.square().mean().backward()
+        with torch.no_grad():
+            model.proj_out.weight += 1e-3
+    return True
+
+
+@pytest.mark.parametrize("before", [1, 3, 4])
+def test_a_rank_may_freeze_a_parameter(before: int) -> None:
+    assert run_threads(2, freezing, before, timeout=60.0) == [True, True]
 
 
 def masked(comm: Comm) -> Tensor:

@@ -841,7 +841,8 @@ def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
         return str(caught.value)
 
     name = {"noise": "hidden_states", "scalar": "return_dict", "missing": "guidance", "weights": "weights"}[what]
-    assert all(f"{name} differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
+    differ = "differ" if what == "weights" else "differs"
+    assert all(f"{name} {differ} between rank 0 and rank 1" in said for said in run_threads(2, rank))
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -861,7 +862,7 @@ def test_weights_that_accelerate_has_put_away_are_compared(alike: bool) -> None:
             if alike:
                 torch.testing.assert_close(own(**inputs).sample, expected, rtol=1e-4, atol=1e-4)
                 return
-            with pytest.raises(ValueError, match="weights differs between rank 0 and rank 1"):
+            with pytest.raises(ValueError, match="weights differ between rank 0 and rank 1"):
                 own(**inputs)
 
     run_threads(2, rank)
@@ -894,7 +895,7 @@ def test_weights_of_adapters_that_come_later_are_compared(alike: bool) -> None:
                 return str(error)
         return "right"
 
-    expected = "right" if alike else "weights differs between rank 0 and rank 1"
+    expected = "right" if alike else "weights differ between rank 0 and rank 1"
     assert all(expected in said for said in run_threads(2, rank))
 
 
@@ -915,7 +916,7 @@ def test_a_step_without_a_sum_is_told_whatever_ran_before(validations: int, trai
                 loss_of(own, inputs | {"hidden_states": inputs["hidden_states"].clone().requires_grad_()})
             own.x_embedder.requires_grad_()  # type: ignore[union-attr]
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="differs between rank 0 and rank 1 since an optimizer stepped"):
+        with pytest.raises(ValueError, match="differ between rank 0 and rank 1 since an optimizer stepped"):
             for _ in range(2):
                 loss_of(own, inputs)[1].backward()
                 optimizer.step()
@@ -927,7 +928,7 @@ def test_weights_are_not_compared_again_for_parts_that_are_trained_in_turns(monk
     model, inputs = made("flux", samples=1)
     read = []
     monkeypatch.setattr(
-        "seqpar.integrations.diffusers.model.weights_of", lambda *args, **named: read.append(1) or weights_of(*args)
+        "seqpar.nn.fingerprint.weights_of", lambda *args, **named: read.append(1) or weights_of(*args, **named)
     )
     with parallelize(model, LocalComm()):
         for turn in range(40):
@@ -950,17 +951,18 @@ def test_other_weights_are_told_again_after_they_were_told() -> None:
         return said
 
     for said in run_threads(2, rank):
-        assert all("weights differs between rank 0 and rank 1" in each for each in said)
+        assert all("weights differ between rank 0 and rank 1" in each for each in said)
 
 
-def test_a_rank_that_freezes_a_parameter_compares_weights_in_its_own_forwards() -> None:
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_rank_that_freezes_a_parameter_compares_weights_in_its_own_forwards(first: int) -> None:
     model, inputs = made("flux")
 
     def rank(comm: Comm) -> list[Tensor]:
         own, found = copy.deepcopy(model), []
         parallelize(own, comm)
         for step in range(8):
-            if step == 3 and comm.rank == 0:
+            if step == first and comm.rank == 0:
                 own.x_embedder.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
             found.append(own(**inputs)[0].detach())
         return found

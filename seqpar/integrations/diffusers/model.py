@@ -32,7 +32,7 @@ from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.nn.code import identity_of
-from seqpar.nn.fingerprint import WeightChecks, fingerprint, leaves, weights_of
+from seqpar.nn.fingerprint import WeightChecks, differing, fingerprint, leaves
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -40,7 +40,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import under_way
 from seqpar.plan import Plan
 
-PARAMETERS = "the number of parameters"  # a fact of a forward
+PARAMETERS, WEIGHTS = "the number of parameters", "weights"  # facts of a forward
 
 
 def parallelize(
@@ -133,8 +133,7 @@ def _compared(
         before, checks = sharing.checks.get(model, (identity, WeightChecks()))
         if before != identity:  # adapters may have been put in, with weights of their own
             checks = WeightChecks()
-        if (count := checks.due(modules)) is not None:
-            facts.own["weights"] = weights_of(model, buffers=not count)  # a step leaves buffers alone
+        facts.own[WEIGHTS] = checks.weights(model, modules)
         recipe.expand_text(arguments)
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
@@ -146,31 +145,36 @@ def _compared(
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
     sharing.checks[model] = identity, checks
-    _same_on_all(facts.every, count)
+    _same_on_all(facts.every)
     checks.passed()  # a call after an error is compared again
     return arguments, sizes
 
 
-def _same_on_all(facts: Sequence[dict[str, Any]], count: int | None) -> None:
-    """Raise ValueError if ranks differ before the forward of that number, by which they compare weights."""
+def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError if ranks differ in what they have gathered."""
     for rank, other in enumerate(facts):
         for name in facts[0] | other:
-            if name == "weights" and not (name in other and name in facts[0]):
-                continue  # as where one rank has frozen a parameter: it compares weights in other forwards
-            if other.get(name) != facts[0].get(name):
+            if name != WEIGHTS and other.get(name) != facts[0].get(name):
                 if name == PARAMETERS:
                     raise ValueError(
                         f"diffusers: the model has {facts[0].get(name)} parameters on rank 0 and {other.get(name)} on "
                         f"rank {rank}; add the same adapters on every rank"
-                    )
-                if name == "weights" and count:
-                    raise ValueError(
-                        f"diffusers: weights differs between rank 0 and rank {rank} since an optimizer stepped with "
-                        "gradients that are shares; start again from equal weights, and call "
-                        "seqpar.train.sync_gradients(model.parameters(), comm) before every step of the optimizer"
                     )
                 raise ValueError(
                     f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
                     f"{other.get(name)} (shape, dtype, fingerprint); pass the same whole tensors on every "
                     "rank, drawn with the same seed"
                 )
+    if (found := differing([other[WEIGHTS] for other in facts])) is None:
+        return
+    before, rank, stepped = found
+    if stepped:
+        raise ValueError(
+            f"diffusers: weights differ between rank {before} and rank {rank} since an optimizer stepped with "
+            "gradients that are shares; start again from equal weights, and call "
+            "seqpar.train.sync_gradients(model.parameters(), comm) before every step of the optimizer"
+        )
+    raise ValueError(
+        f"diffusers: weights differ between rank {before} and rank {rank} (by fingerprint); load the same ones on "
+        "every rank, or draw them with the same seed"
+    )
