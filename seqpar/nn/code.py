@@ -60,6 +60,11 @@ def code_of(modules: Iterable[nn.Module]) -> Code:
     return Code(*(hash(tuple(several)) for several in (notes.written, notes.held, notes.flags, notes.words)))
 
 
+def code_among(modules: Iterable[nn.Module], ranks: int) -> Code:
+    """The code of a model that some ranks share; that of any model on one rank, where no change can do harm."""
+    return code_of(modules) if ranks > 1 else Code(0, 0, 0, 0)
+
+
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
     """The dtypes to which autocast casts on CPU and GPU, None where it is off; code may be another one under it."""
     return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))

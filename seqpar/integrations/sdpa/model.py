@@ -15,7 +15,7 @@ from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
-from seqpar.nn.code import code_of
+from seqpar.nn.code import code_among
 from seqpar.nn.fingerprint import COMPARED
 from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -120,7 +120,7 @@ class _Forward:
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
-        own = code_of(model.modules())
+        own = code_among(model.modules(), self.comm.size)
         codes = self.comm.gather(f"sdpa: what {type(model).__name__} runs", own)
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), codes, own)
         if not call.is_due():

@@ -32,7 +32,7 @@ from seqpar.integrations.probe.inspection import dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet, seen_pairs
-from seqpar.nn.code import Code, code_of, under_autocast
+from seqpar.nn.code import Code, code_among, under_autocast
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
@@ -397,7 +397,7 @@ class Rerouting(TorchFunctionMode):
         self.noticed = kwargs
         use = self.called.get((model, model.training))
         if use is None:
-            use = self.called[model, model.training] = ModelUse(model, code_of(model.modules()), {})
+            use = self.called[model, model.training] = ModelUse(model, code_among(model.modules(), self.comm.size), {})
         use.ways.setdefault(way_of(args, kwargs, model.training), (args, kwargs))
 
     @uncompiled
@@ -406,7 +406,7 @@ class Rerouting(TorchFunctionMode):
 
         Raises: NotImplementedError on every rank if the rows of a model do not follow on some.
         """
-        told = [(use.code, code_of(use.model.modules()).written) for use in uses]
+        told = [(use.code, code_among(use.model.modules(), self.comm.size).written) for use in uses]
         every = self.comm.gather("sdpa: what models run", told)
         for number, use in enumerate(uses):
             found = [other[number] for other in every if number < len(other)]

@@ -398,23 +398,43 @@ def forward_of_means(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", ["parallelize", "block"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_is_tried_again_when_it_was_changed(name: str, way: str) -> None:
-    model, x, comm = made(switched()).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
-    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
-
-    def run() -> None:
-        with seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext():
-            model(x)
-
-    if way == "parallelize":
-        parallelize(model, comm, plan=plan)
-    run()
-    CHANGES[name](model)
-    try:
+    def changed(model: nn.Module, run: Callable[[], object]) -> None:
+        run()
+        CHANGES[name](model)
         with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
             run()
+
+    try:
+        on_two_ranks(changed, way)
     finally:
         while hooks_of_all:
             hooks_of_all.pop().remove()
+
+
+def on_two_ranks(test: Callable[[nn.Module, Callable[[], object]], None], way: str) -> None:
+    """Call `test` on each rank, with a model and a function that runs it inside `sdpa`."""
+    models, x, plan = (
+        [made(switched()).eval() for _ in range(2)],
+        rows_of_all(),
+        Plan(MASK, Layout.contiguous(TOKENS, 2)),
+    )
+
+    def rank(comm: Comm) -> None:
+        model, own = models[comm.rank], seqpar.shard(x, plan, comm.rank, dim=1)
+
+        def run() -> None:
+            with seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext():
+                model(own)
+
+        if way == "parallelize":
+            parallelize(model, comm, plan=plan)
+        test(model, run)
+
+    run_threads(2, rank)
+
+
+def rows_of_all() -> Tensor:
+    return torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(0)).double()
 
 
 @pytest.mark.parametrize("way", ["parallelize", "block"])
@@ -435,21 +455,30 @@ def test_a_hook_that_is_made_anew_in_every_step_is_tried_once(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["parallelize", "block"])
 def test_a_string_that_changes_in_every_step_hides_no_flag(way: str) -> None:
-    model, x, comm = made(switched()).eval(), torch.randn(1, TOKENS, E).double(), LocalComm()
-    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
-    if way == "parallelize":
-        parallelize(model, comm, plan=plan)
+    def changed(model: nn.Module, run: Callable[[], object]) -> None:
+        for step in range(24):
+            model.word = f"step {step}"  # type: ignore[assignment]
+            run()
+        model.pooled = True  # type: ignore[assignment]
+        with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
+            run()
 
-    def run() -> None:
-        with seqpar.sdpa(plan, comm) if way == "block" else contextlib.nullcontext():
-            model(x)
+    on_two_ranks(changed, way)
 
-    for step in range(24):
-        model.word = f"step {step}"
-        run()
-    model.pooled = True
-    with pytest.raises(NotImplementedError, match="Switched cannot be computed on several ranks"):
-        run()
+
+@pytest.mark.parametrize("way", ["parallelize", "block"])
+def test_one_rank_does_not_read_a_models_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the rows of all, and a walk through a model would take time."""
+    monkeypatch.setattr("seqpar.nn.code.code_of", lambda modules: pytest.fail("read"))
+    model, comm, plan = made(switched()).eval(), LocalComm(), Plan(MASK, Layout.contiguous(TOKENS, 1))
+    x = rows_of_all()
+    for _ in range(2):
+        if way == "parallelize":
+            with parallelize(model, comm, plan=plan):
+                assert model(x).shape == x.shape
+        else:
+            with seqpar.sdpa(plan, comm):
+                assert model(x).shape == x.shape
 
 
 class Hashed(nn.Module):
