@@ -47,7 +47,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "parallel": (FLOOR_2, TENSORS),
     "recurrent": (FLOOR_2, TENSORS),
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
-    "dsp": (FLOOR_2 | {"parallel", "nn"}, TENSORS | {"einops"}),
+    "dsp": (FLOOR_2 | {"parallel", "nn", "train"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "launch": (FLOOR_3, ANY),
     "testing": (FLOOR_3 | {"launch"}, ANY),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
+from seqpar.facts.value import whole
 from seqpar.nn.code import Few, KnownCodes, autocast_dtypes, code_of
 from seqpar.nn.fingerprint import WeightChecks, differing, hashed, leaves
 from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
@@ -32,6 +33,8 @@ from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.handles import in_graph
+from seqpar.train.dtensor import global_rank
+from seqpar.train.wrappers import WrapperCheck, scale_gradients
 
 MakeStagePlan = Callable[..., StagePlan]
 KINDS = 16  # settings of calls that are looked at one by one
@@ -44,6 +47,7 @@ def parallelize(
     spec: Spec | None = None,
     *,
     grad: str = "replicated",
+    average_over: int = 1,
     plan: MakeStagePlan = plan_stages,
     check_inputs: bool = True,
 ) -> Parallelized:
@@ -55,7 +59,9 @@ def parallelize(
     see the block as before. A rank with an empty share skips the block, with its parameters still in the graph.
 
     Gradients of parameters are shares: sum them over the ranks. grad: how the loss counts. "replicated": every rank
-    computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses.
+    computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses. average_over: the
+    number of ranks over which a wrapper averages gradients, which the model makes as many times as large; for
+    replicated losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
     number), and in the first and some of the next 16 with gradients the weights, except DTensors; without it only
@@ -74,7 +80,13 @@ def parallelize(
         raise ValueError(f"the spec is for {spec.model}, the model is a {name}")
     if grad not in GRADS:
         raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
-    return Parallelized(model, comm, spec, grad, plan, check_inputs)
+    average_over = whole("average_over", average_over, 1)
+    if average_over > 1 and grad == "sum":
+        raise NotImplementedError(
+            f'average_over={average_over} with grad="sum", where parameters after the exit have their own gradients; '
+            "multiply the loss by it instead"
+        )
+    return Parallelized(model, comm, spec, grad, average_over, plan, check_inputs)
 
 
 class Parallelized(ParallelModel):
@@ -84,8 +96,9 @@ class Parallelized(ParallelModel):
     """
 
     def __init__(
-        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, make_plan: MakeStagePlan, check_inputs: bool
-    ) -> None:
+        self, model: nn.Module, comm: Comm, spec: Spec, grad: str, average_over: int, make_plan: MakeStagePlan,
+        check_inputs: bool,
+    ) -> None:  # fmt: skip
         refuse_unready(model)
         check_hooks(list(model.named_modules()), CACHING)
         check_makes_plans(model, make_plan, "(stages, dims, ranks, end=, training=)")
@@ -94,6 +107,7 @@ class Parallelized(ParallelModel):
         self.stages = spec.stages(model)
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
+        self.average_over, self._wrapper = average_over, cast(WrapperCheck | None, None)
         self._running, self._forwards = threading.local(), 0
         check_modules(model, spec, self.names)
         for name, block in self.stages:
@@ -159,13 +173,13 @@ class Parallelized(ParallelModel):
     ) -> Any:
         run = self._run_of(module, name, arguments.get(next(iter(block.stream))))
         if not run.first or _in_backward():
-            return run_stage(module, block, forward, run, arguments, self.grad)
+            return self._scaled(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state, changed = self._current(name), dict[str, Tensor]()
         due, written = self._to_try(state, name, block, run.grid, run.inside, run.parts), list[str]()
         run = run._replace(mixing=due, written=written, shares=state.shards)
         state.inside = name
         with noting_changes(module, name, changed):
-            out = run_stage(module, block, forward, run, arguments, self.grad)
+            out = self._scaled(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state.inside = ""
         state.changed |= changed
         state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
@@ -173,6 +187,12 @@ class Parallelized(ParallelModel):
         state.written += [(name, argument) for argument in written]
         if run.last or run.after != (None, None):
             state.note(out, whole=run.last)
+        return out
+
+    def _scaled(self, out: Any, last: bool) -> Any:
+        """The outputs of a stage or of the exit. After the last one they are whole, and gradients enter here."""
+        if last:
+            scale_gradients((out,) if isinstance(out, Tensor) else out, self.average_over)
         return out
 
     def _to_try(
@@ -208,7 +228,7 @@ class Parallelized(ParallelModel):
         if trial is not None:
             mixed = trial.judge([out], lambda given: [forward(**given)])
             state.mixed += [(exit.module, dim, how) for dim, how in mixed.items()]
-        out = grid.end([out], [exit.form], end, self.grad)[0]
+        out = self._scaled(grid.end([out], [exit.form], end, self.grad)[0], True)
         state.note(out, whole=True)
         return out
 
@@ -318,12 +338,13 @@ class Parallelized(ParallelModel):
             facts |= {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training, "grad": self.grad}
+            facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training}
+            facts |= {"grad": self.grad, "average_over": self.average_over}
             facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])
             weights = seen.checks.weights(model, seen.modules) if self.check_inputs else None
-            codes.own = code_of(seen.modules), weights
-        every, weighed = zip(*codes.every)
+            codes.own = code_of(seen.modules), weights, global_rank()
+        every, weighed, ranks = zip(*codes.every)
         if (found := differing(weighed)) is not None:
             first, other, stepped = found
             raise ValueError(
@@ -336,6 +357,9 @@ class Parallelized(ParallelModel):
                 )
             )
         seen.checks.passed()
+        if self.grad == "replicated":
+            self._wrapper = self._wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
+            self._wrapper.check(f"dsp: {type(model).__name__}", model, self.average_over)
         settings = tuple((name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments))
         # a hook on one rank concerns all, which run a stage equally often; settings may number steps
         return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(every)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
@@ -60,9 +61,10 @@ def code_of(modules: Iterable[nn.Module]) -> Code:
     return Code(*(hash(tuple(several)) for several in (notes.written, notes.held, notes.flags, notes.words)))
 
 
-def code_among(modules: Iterable[nn.Module], ranks: int) -> Code:
-    """The code of a model that some ranks share; that of any model on one rank, where no change can do harm."""
-    return code_of(modules) if ranks > 1 else Code(0, 0, 0, 0)
+def code_among(ranks: int, modules: Iterable[nn.Module]) -> Code:
+    """The code of a model that some ranks share. One process alone has no need to read it: no change can do harm."""
+    alone = ranks == 1 and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return Code(0, 0, 0, 0) if alone else code_of(modules)
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:

@@ -24,7 +24,7 @@ SUMS = 32  # of a `sketch`
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Weights(NamedTuple):
+class WeightsHash(NamedTuple):
     """A fingerprint of a model's weights before a forward, for the comparison of ranks.
 
     stepped: whether an optimizer may have stepped since the first one; buffers count before the first one alone, since
@@ -35,7 +35,7 @@ class Weights(NamedTuple):
     value: int
 
 
-def differing(every: Sequence[Weights | None]) -> tuple[int, int, bool] | None:
+def differing(every: Sequence[WeightsHash | None]) -> tuple[int, int, bool] | None:
     """Two ranks whose weights differ, and whether an optimizer may have stepped; None if no rank's are known to.
 
     every: by rank; None where a rank compares its weights before other forwards, as one that froze a parameter does.
@@ -60,14 +60,14 @@ class WeightChecks:
         self._counts: dict[int, int] = {}  # forwards by a hash of the parameters that are trainable
         self._now = 0
 
-    def weights(self, model: nn.Module, modules: Iterable[nn.Module]) -> Weights | None:
+    def weights(self, model: nn.Module, modules: Iterable[nn.Module]) -> WeightsHash | None:
         """The weights for the forward that begins, None if this rank compares none. modules: all of the model."""
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._now = hash(tuple([p.requires_grad for p in parameters]))
         count = self._counts.get(self._now, 0)
         if count not in COMPARED or (count and not torch.is_grad_enabled()):
             return None
-        return Weights(count > 0, weights_of(model, buffers=not count))
+        return WeightsHash(count > 0, weights_of(model, buffers=not count))
 
     def passed(self) -> None:
         """Count that forward, since all ranks have begun it."""

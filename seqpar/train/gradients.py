@@ -48,9 +48,10 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
     that is then summed again, and no optimizer has stepped that parameter in between; it watches some at a time.
 
-    Raises: ValueError if ranks differ in parameters, for gradients that are sums over ranks already, and for a model
-    that is parallel with `average_over`; NotImplementedError for sharded parameters, whose gradients FSDP has reduced,
-    for sparse gradients, and for dtypes that `all_sum` refuses. On every rank, before any gradient moves.
+    Raises: ValueError if ranks differ in parameters or in which are frozen, for gradients that are sums over ranks
+    already, and for a model that is parallel with `average_over`; NotImplementedError for sharded parameters, whose
+    gradients FSDP has reduced, for sparse gradients, and for dtypes that `all_sum` refuses. On every rank, before any
+    gradient moves.
     """
     refuse_transforms("sync_gradients")
     check_comm("sync_gradients", comm)
@@ -72,11 +73,13 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
 class _Claim(NamedTuple):
     """A rank's announcement of its parameters. digest: of their shapes. flags: which have a gradient.
 
-    repeated: which gradients are already sums over ranks. growing: whether a backward has added to such a sum.
+    frozen: which get none. repeated: which gradients are already sums over ranks. growing: whether a backward has added
+    to such a sum.
     """
 
     digest: int
     flags: list[bool]
+    frozen: list[bool]
     repeated: list[bool]
     growing: bool
 
@@ -85,7 +88,8 @@ class _Claim(NamedTuple):
         """This rank's announcement."""
         shapes = tuple([_shape(p) for p in parameters])
         marks = Marks(parameters)
-        return cls(_digest(shapes, bucket_bytes), marks.present(), marks.repeated(), marks.growing())
+        frozen = [not p.requires_grad for p in parameters]
+        return cls(_digest(shapes, bucket_bytes), marks.present(), frozen, marks.repeated(), marks.growing())
 
 
 def _shape(p: Tensor) -> tuple[Any, ...]:
@@ -123,11 +127,18 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
                 f"{len(several)}, {', '.join(shapes):.500}); give every rank the same parameters in the "
                 "same order, and one bucket_bytes"
             )
-    _check_once(several, found, comm)
     present = [any(flags) for flags in zip(*(other.flags for other in found))]
+    for index, (some, frozen) in enumerate(zip(present, zip(*(other.frozen for other in found)))):
+        if some and len(set(frozen)) > 1:
+            raise ValueError(
+                f"sync_gradients: parameter {index} of shape {list(several[index].shape)} is frozen on rank "
+                f"{frozen.index(True)} and not on rank {frozen.index(False)}, so its share is missing; freeze "
+                "the same parameters on every rank"
+            )
+    _check_once(several, found, comm)
     plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
     if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
-        remember(comm, claim.digest, known={"flags": claim.flags, "present": present})
+        remember(comm, claim.digest, known={"claim": claim[:3], "present": present})
     return present
 
 
@@ -140,7 +151,7 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
     if (known := comm.agreed.get(claim.digest)) is None:
         return False
     facts: Any = known
-    changed = claim.flags != facts["flags"] or True in claim.repeated or claim.growing
+    changed = claim[:3] != facts["claim"] or True in claim.repeated or claim.growing
     changed = changed or _refusal(several, frozenset()) is not None
     chosen = [p for p, some in zip(several, facts["present"]) if some]
     return _sum(chosen, comm, Tag(claim.digest, comm.next_call(), 0, 0), bucket_bytes, changed=changed)

@@ -43,7 +43,7 @@ from seqpar.train.weights import (
     spread,
     values,
 )
-from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp, shards
+from seqpar.train.wrappers import Averaging, WrapperCheck, shards
 
 WEIGHTS, BUFFERS = "weights", "buffers"
 
@@ -74,7 +74,7 @@ class Loop:
         self._wrapped = False  # whether a wrapper reduces the gradients
         self._alike: int | None = 0  # how often all ranks brought the same batch; None once that is settled
         self._checked = False  # whether the wrapper was compared with average_over
-        self._fsdp: Averaging | None | tuple[()] = ()  # () until it is looked up
+        self._wrapper = WrapperCheck(self._ranks, comm.size)
         self._quiet = comm.size == 1  # whether there is nothing to compare, or all was reported
         with _opening:
             _open.add(self)
@@ -120,20 +120,17 @@ class Loop:
         """
         if self._wrapped and (self._checked or not averaged):
             return
-        found = by_ddp(self.model)
-        if not self._wrapped and found is None:
-            self._fsdp = by_fsdp(self.model) if self._fsdp == () else self._fsdp
-        found = found or self._fsdp or None
-        if found is None or not found.covers(self._ranks, self.comm.size):
+        if (found := self.wrapper()) is None:
             return
-        self._wrapped, self._checked = True, averaged
-        expected = found.average_over(self.comm.size)
-        if averaged and expected % 1 == 0 and expected != self.average_over:
-            self._warn(
-                f"{what}: {found.who} divides the sum of {len(found.ranks)} ranks' gradients by {found.divisor:g}, so "
-                f"that they are {self.average_over}/{expected:g} of this loss's; give seqpar.parallelize(..., "
-                f"average_over={expected:g})"
-            )
+        self._checked = averaged
+        if averaged and (misfit := found.misfit(self.comm.size, self.average_over)):
+            self._warn(f"{what}: {misfit.why}; give seqpar.parallelize(..., average_over={misfit.average_over})")
+
+    def wrapper(self) -> Averaging | None:
+        """The wrapper that reduces the gradients of the current forward over the comm."""
+        found = self._wrapper.find(self.model)
+        self._wrapped |= found is not None
+        return found
 
     def note_batch(self, what: str, lengths: Ints, tokens: Tensor | None) -> None:
         """Warn once if all ranks bring the same batch twice in a row, as if each had its own.

@@ -32,6 +32,7 @@ from seqpar.train.head import (
     finish,
     refuse_learned,
 )
+from seqpar.train.wrappers import check_average
 
 
 def cross_entropy(
@@ -57,6 +58,7 @@ def cross_entropy(
     for an argument that is not a tensor.
     """
     check_rows(logits, labels, "logits")
+    check_average("cross_entropy", average_over)
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     check_labels("cross_entropy", labels, logits.shape[1], ignore_index)
     logits = logits.to(acc_dtype(logits.dtype))
@@ -96,6 +98,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024 (Cut Your Losses); Hsu et al. 2024 (Liger Kernel), also in one pass.
     """
     check_rows(hidden, labels, "hidden")
+    check_average("linear_cross_entropy", average_over)
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     refuse_learned("linear_cross_entropy", valid=valid, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
     check_head("linear_cross_entropy", hidden, weight, bias, softcap, chunk)

@@ -1,14 +1,23 @@
-"""The wrapper that averages a model's gradients: DistributedDataParallel around its forward, or FSDP2 inside it."""
+"""The wrapper that averages a model's gradients: DistributedDataParallel around its forward, or FSDP2 inside it.
+
+A rank's loss is a share, and shares are summed. So under a wrapper that averages, losses are `average_over` times as
+large, or gradients are too small.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from seqpar.train.dtensor import global_rank
 
 
 class Averaging(NamedTuple):
@@ -28,6 +37,89 @@ class Averaging(NamedTuple):
     def average_over(self, size: int) -> float:
         """The `average_over` for which gradients are the mean over comms of ``size`` ranks that the wrapper covers."""
         return self.divisor * size / len(self.ranks)
+
+    def misfit(self, size: int, average_over: int) -> Misfit | None:
+        """What is wrong with a loss for that `average_over`; None if it fits."""
+        expected = self.average_over(size)
+        if expected % 1 or expected == average_over:
+            return None
+        why = (
+            f"{self.who} divides the sum of {len(self.ranks)} ranks' gradients by {self.divisor:g}, so that they are "
+            f"{average_over}/{expected:g} of this loss's"
+        )
+        return Misfit(why, int(expected))
+
+
+class Misfit(NamedTuple):
+    """Why a loss is not made for its wrapper, and the `average_over` that is."""
+
+    why: str
+    average_over: int
+
+
+class WrapperCheck:
+    """Finds the wrapper that reduces a model's gradients over the ranks of a comm.
+
+    ranks: the comm's global ranks, as in `Averaging.covers`; size: of the comm.
+    """
+
+    def __init__(self, ranks: frozenset[int], size: int) -> None:
+        self.ranks, self.size = ranks, size
+        self._fsdp: Averaging | None | tuple[()] = ()  # () until it is looked up
+        self._checked = False
+
+    def find(self, model: nn.Module) -> Averaging | None:
+        """The wrapper around the forward that begins, or in its model, if it reduces gradients over the comm."""
+        found = by_ddp(model)
+        if found is None:
+            self._fsdp = by_fsdp(model) if self._fsdp == () else self._fsdp
+            found = self._fsdp or None
+        return found if found is not None and found.covers(self.ranks, self.size) else None
+
+    def check(self, what: str, model: nn.Module, average_over: int) -> None:
+        """Warn on one rank, in the first forward inside a wrapper, if it averages by another number than that."""
+        if self._checked or not torch.is_grad_enabled() or (found := self.find(model)) is None:
+            return
+        self._checked = True
+        if (misfit := found.misfit(self.size, average_over)) and global_rank() == min(self.ranks):
+            warnings.warn(
+                f"{what}: {misfit.why}; give seqpar.parallelize(..., average_over={misfit.average_over}), and leave "
+                "the loss as it is",
+                stacklevel=3,
+            )
+
+
+class _Last(threading.local):
+    """The wrapper around this thread's last forward of a model whose loss its caller computes, and its comm's size."""
+
+    wrapper: tuple[Averaging, int] | None = None
+
+
+_last = _Last()
+
+
+def note_last(wrapper: Averaging | None, size: int) -> None:
+    """Note the wrapper around a forward, for `check_average`."""
+    _last.wrapper = None if wrapper is None else (wrapper, size)
+
+
+def check_average(what: str, average_over: int) -> None:
+    """Warn of a loss for no wrapper, by the function `what`, after a forward inside one.
+
+    A loss for another number than the comm's size may count the labels of other ranks too.
+    """
+    if torch.compiler.is_compiling() or _last.wrapper is None:
+        return
+    (wrapper, size), _last.wrapper = _last.wrapper, None
+    if average_over == 1 and (misfit := wrapper.misfit(size, average_over)):
+        warnings.warn(f"{what}: {misfit.why}; give it average_over={misfit.average_over}", stacklevel=3)
+
+
+def scale_gradients(results: Iterable[Tensor], by: int) -> None:
+    """Let the gradients of a model's results count that many times."""
+    for x in results:
+        if by != 1 and x.requires_grad:
+            x.register_hook(lambda grad: grad * by)
 
 
 def by_ddp(model: nn.Module) -> Averaging | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +19,8 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.diffusers import parallelize
 from seqpar.testing import run_threads
-from seqpar.train import sync_gradients
-from tests.advice.remedies import advised
+from seqpar.train import all_sum, sync_gradients
+from tests.advice.remedies import advised, default_group
 from tests.dsp.cases import clip, latte
 from tests.dsp.models import SHARDED
 
@@ -373,6 +374,53 @@ def test_adapters_are_added_on_every_rank() -> None:
                 p.data.fill_(0.1)
 
     assert right_after(mistake)
+
+
+def test_weights_are_drawn_or_loaded_alike() -> None:
+    def drawn(model: nn.Module, seed: int) -> None:
+        nn.init.normal_(model.proj_out.bias, generator=torch.Generator().manual_seed(seed))  # type: ignore[union-attr, arg-type]
+
+    def rank(comm: Comm) -> bool:
+        model, plain = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        drawn(model, comm.rank)
+        with torch.no_grad():
+            with advised(ValueError, "load the same ones on every rank, or draw them with the same seed"):
+                model(**INPUTS)
+            for each in (model, plain):
+                drawn(each, 0)
+            return torch.allclose(model(**INPUTS).sample, plain(**INPUTS).sample, atol=1e-10)
+
+    assert run_threads(2, rank) == [True, True]
+
+
+def test_a_wrapper_that_averages_is_told_to_the_model_alike() -> None:
+    plain = copy.deepcopy(MODEL)
+    (plain(**INPUTS).sample - TARGET).square().mean().backward()
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        other = seqpar.parallelize(model, comm, average_over=1 + comm.rank)
+        with advised(ValueError, "give every rank the same one"):
+            model(**INPUTS)
+        other.undo()
+        seqpar.parallelize(model, comm, average_over=2)
+        (model(**INPUTS).sample - TARGET).square().mean().backward()
+        average = all_sum(model.x_embedder.weight.grad, comm) / 2  # as a wrapper does
+        return torch.allclose(average, plain.x_embedder.weight.grad, atol=1e-10)
+
+    assert run_threads(2, rank) == [True, True]
+
+    def step(average_over: int) -> Tensor:
+        model = copy.deepcopy(MODEL)
+        with seqpar.parallelize(model, LocalComm(), average_over=average_over):
+            (DistributedDataParallel(model)(**INPUTS).sample - TARGET).square().mean().backward()
+        return model.x_embedder.weight.grad  # type: ignore[union-attr, return-value]
+
+    with default_group():
+        with advised(UserWarning, "give seqpar.parallelize(..., average_over={}), and leave the loss as it is"):
+            step(2)
+        assert torch.allclose(step(1), plain.x_embedder.weight.grad, atol=1e-10)
 
 
 def test_gradients_are_summed_before_a_step() -> None:

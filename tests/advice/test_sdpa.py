@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import dense_attention, run_processes, run_threads
+from seqpar.train import cross_entropy
 from tests.advice.remedies import advised, default_group
 from tests.integrations.probe.models import ALONE as ALONE_BY_ROWS
 from tests.integrations.probe.models import made
@@ -584,3 +585,35 @@ def doubled(module: nn.Module, args: Any, y: Tensor) -> Tensor:
 
 def test_a_model_in_which_other_comms_meet_is_changed_before_its_first_forward() -> None:
     assert run_processes(3, changed_where_others_meet) == [0.0] * 3
+
+
+class Block(nn.Module):
+    """A linear layer after attention over rows [1, T, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        return self.out(F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
+
+
+def averaged(comm: Comm) -> bool:
+    rows, labels = torch.arange(12.0).view(1, 3, 4), torch.arange(3)
+    plan, plain = seqpar.plan_batch([3], comm.size), Block()
+    F.cross_entropy(plain(rows)[0], labels).backward()
+    own, wanted = seqpar.shard(rows, plan, comm.rank, dim=1), seqpar.shard(labels, plan, comm.rank)
+    model = Block()
+    seqpar.parallelize(model, comm, sdpa=True, plan=plan)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    with advised(UserWarning, "give it average_over={}"):
+        cross_entropy(wrapper(own)[0], wanted, valid=3).backward()
+    wrapper.zero_grad()
+    cross_entropy(wrapper(own)[0], wanted, valid=3, average_over=2).backward()
+    return torch.allclose(model.out.weight.grad, plain.out.weight.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_loss_is_told_what_averages_its_gradients() -> None:
+    assert run_processes(2, averaged) == [True, True]

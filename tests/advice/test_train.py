@@ -315,3 +315,18 @@ def test_a_gradient_through_ranks_is_autograds() -> None:
 
     one, two = run_threads(2, rank)
     assert torch.equal(one, torch.full((2,), 6.0)) and torch.equal(two, 2 * one)
+
+
+def test_ranks_freeze_the_same_parameters() -> None:
+    def rank(comm: Comm) -> bool:
+        p = nn.Parameter(torch.ones(2), requires_grad=not comm.rank)
+        if not comm.rank:
+            p.grad = torch.ones(2)
+        with advised(ValueError, "freeze the same parameters on every rank"):
+            sync_gradients([p], comm)
+        p.requires_grad_(True)
+        p.grad = torch.ones(2)
+        sync_gradients([p], comm)
+        return torch.equal(p.grad, torch.full((2,), 2.0))
+
+    assert run_threads(2, rank) == [True, True]

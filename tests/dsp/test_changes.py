@@ -325,7 +325,7 @@ def wrapped(comm: Comm, how: str, parts: str) -> dict[str, Tensor]:
     model = made(Weather)
     net: nn.Module = model
     if how != "fully_shard first":
-        parallelize(model, comm, WEATHER, plan=PLANNERS[parts])
+        parallelize(model, comm, WEATHER, plan=PLANNERS[parts], average_over=comm.size if how == "ddp" else 1)
     if how == "ddp":
         net = nn.parallel.DistributedDataParallel(model)
     else:
@@ -338,11 +338,10 @@ def wrapped(comm: Comm, how: str, parts: str) -> dict[str, Tensor]:
         model.zero_grad()
         out = net(GRID)
         out.square().sum().backward()
-    scale = comm.size if how == "ddp" else 1
     grads = {
         name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in net.named_parameters()
     }
-    return {"out": out.detach()} | {name.removeprefix("module."): scale * grad for name, grad in grads.items()}
+    return {"out": out.detach()} | {name.removeprefix("module."): grad for name, grad in grads.items()}
 
 
 @pytest.mark.parametrize("parts", PLANNERS)

@@ -22,7 +22,7 @@ def wrapped(comm: Comm, how: str, name: str) -> tuple[float, dict[str, Tensor]]:
     model, given = made(name, torch.float32)
     whole: nn.Module = model
     if how != "fsdp first":
-        seqpar.parallelize(model, comm)
+        seqpar.parallelize(model, comm, average_over=comm.size)
     if how == "ddp":
         whole = DistributedDataParallel(model)
     else:
@@ -32,11 +32,11 @@ def wrapped(comm: Comm, how: str, name: str) -> tuple[float, dict[str, Tensor]]:
             fully_shard(block, mesh=mesh)
         whole = fully_shard(model, mesh=mesh)
     if how == "fsdp first":
-        seqpar.parallelize(model, comm)
+        seqpar.parallelize(model, comm, average_over=comm.size)
     for _ in range(2):  # the second pass finds what the first one left sharded
         model.zero_grad()
         _, loss = loss_of(whole, given)
-        (loss * comm.size).backward()
+        loss.backward()
     grads = {key: p.grad for key, p in model.named_parameters()}
     return float(loss.detach()), {key: getattr(g, "full_tensor", lambda g=g: g)() for key, g in grads.items()}
 

@@ -1007,3 +1007,27 @@ def test_a_label_outside_the_vocabulary_is_named(label: int) -> None:
 def test_names_and_parameters_are_no_parameters() -> None:
     with pytest.raises(TypeError, match=r"expected parameters, as of model.parameters\(\), got \('weight'"):
         sync_gradients(nn.Linear(2, 2).named_parameters(), LocalComm())
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_parameter_that_one_rank_froze_is_told(since: int) -> None:
+    """Its share would be missing from the sum."""
+
+    def rank(comm: Comm) -> None:
+        several = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+        several[2].requires_grad_(comm.rank == 0)  # without a gradient on any rank
+        for step in range(since + 1):
+            if step == since and comm.rank == 1:
+                several[1].requires_grad_(False)
+            for p in several[:2]:
+                p.grad = torch.ones(3) if p.requires_grad else None
+            if step < since:
+                sync_gradients(several, comm)
+                assert all(torch.equal(p.grad, torch.full((3,), 2.0)) for p in several[:2])
+        with pytest.raises(ValueError, match=r"parameter 1 of shape \[3\] is frozen on rank 1 and not on rank 0"):
+            sync_gradients(several, comm)
+        assert several[1].grad is None or torch.equal(several[1].grad, torch.ones(3))
+        several[1].requires_grad_(False)
+        sync_gradients(several[:1], comm)
+
+    run_threads(2, rank)

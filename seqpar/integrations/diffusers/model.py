@@ -27,6 +27,7 @@ from torch import nn
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
+from seqpar.facts.value import whole
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
 from seqpar.integrations.diffusers.recipes import RECIPES
@@ -39,19 +40,23 @@ from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import under_way
 from seqpar.plan import Plan
+from seqpar.train.dtensor import global_rank
+from seqpar.train.wrappers import WrapperCheck
 
-PARAMETERS, WEIGHTS = "the number of parameters", "weights"  # facts of a forward
+PARAMETERS, WEIGHTS, AVERAGE, RANK = "the number of parameters", "weights", "average_over", "rank"  # facts of a forward
 
 
 def parallelize(
-    model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, accuracy: Accuracy = "exact", deterministic: bool = True
-) -> ParallelModel:
+    model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, average_over: int = 1, accuracy: Accuracy = "exact",
+    deterministic: bool = True,
+) -> ParallelModel:  # fmt: skip
     """Share the tokens of every forward of a diffusers transformer among the ranks; returns a handle with ``undo()``.
 
     model: one of `RECIPES`. Calls stay as they are, with keywords for all but the first argument: all ranks pass the
     same whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
     ``functools.partial(seqpar.Plan, ulysses=2)``. accuracy, deterministic: as in `seqpar.attention`. Every rank
-    computes the same loss; gradients are shares, to be summed by `seqpar.train.sync_gradients`. Checkpointing works
+    computes the same loss; gradients are shares, to be summed by `seqpar.train.sync_gradients`, or to be averaged by a
+    wrapper over ``average_over`` ranks, for which the model makes them as many times as large. Checkpointing works
     wherever backward runs. State dict, processors and hooks stay as they are; a copy of the model is parallelized too.
 
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
@@ -66,11 +71,12 @@ def parallelize(
     if any(queries != keys for queries, keys in recipe.attends.values()):
         _check_takes_key_layout(model, plan)
     numerics = Numerics.checked(accuracy, deterministic)
+    average_over = whole("average_over", average_over, 1)
     named = list(model.named_modules())
     check_alone(named)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(model, partial(_forward, recipe, Sharing(handle, comm, plan, numerics)))
+    handle.put_around(model, partial(_forward, recipe, Sharing(handle, comm, plan, numerics, average_over)))
     for name, wrapper in recipe.surrounding(named).items():
         handle.put_around(model.get_submodule(name), wrapper)
     return handle
@@ -134,6 +140,7 @@ def _compared(
         if before != identity:  # adapters may have been put in, with weights of their own
             checks = WeightChecks()
         facts.own[WEIGHTS] = checks.weights(model, modules)
+        facts.own[AVERAGE], facts.own[RANK] = sharing.average_over, global_rank()
         recipe.expand_text(arguments)
         valid = arguments.get(recipe.mask) if recipe.mask else None
         sizes = recipe.sizes(model, arguments, valid)
@@ -147,6 +154,9 @@ def _compared(
     sharing.checks[model] = identity, checks
     _same_on_all(facts.every)
     checks.passed()  # a call after an error is compared again
+    if sharing.wrapper is None:
+        sharing.wrapper = WrapperCheck(frozenset(each[RANK] for each in facts.every), sharing.comm.size)
+    sharing.wrapper.check("diffusers", model, sharing.average_over)
     return arguments, sizes
 
 
@@ -154,11 +164,16 @@ def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if ranks differ in what they have gathered."""
     for rank, other in enumerate(facts):
         for name in facts[0] | other:
-            if name != WEIGHTS and other.get(name) != facts[0].get(name):
+            if name not in (WEIGHTS, RANK) and other.get(name) != facts[0].get(name):
                 if name == PARAMETERS:
                     raise ValueError(
                         f"diffusers: the model has {facts[0].get(name)} parameters on rank 0 and {other.get(name)} on "
                         f"rank {rank}; add the same adapters on every rank"
+                    )
+                if name == AVERAGE:
+                    raise ValueError(
+                        f"diffusers: average_over is {facts[0].get(name)} on rank 0 and {other.get(name)} on rank "
+                        f"{rank}; give every rank the same one"
                     )
                 raise ValueError(
                     f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "

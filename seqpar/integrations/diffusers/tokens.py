@@ -19,6 +19,7 @@ from seqpar.nn.fingerprint import WeightChecks
 from seqpar.nn.wrap import ParallelModel
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
+from seqpar.train.wrappers import WrapperCheck
 
 MakePlan = Callable[..., Plan]  # of a mask, a layout, and kv_layout= where keys are other tokens than queries
 Array = np.ndarray[Any, Any]
@@ -45,16 +46,19 @@ class TokenCounts:
 class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
-    handle: of the model. numerics: of attention. checks: of the weights of the model and of its copies, with a hash of
-    the modules that each had.
+    handle: of the model. numerics: of attention. average_over: how many times as large the model makes gradients.
+    checks: of the weights of the model and of its copies, with a hash of the modules that each had. wrapper: the check
+    of what averages gradients, from the first forward on.
     """
 
     handle: ParallelModel
     comm: Comm
     make: MakePlan
     numerics: Numerics
+    average_over: int
     plans: dict[TokenCounts, dict[Hashable, Plan]] = field(default_factory=dict)
     checks: WeakKeyDictionary[nn.Module, tuple[int, WeightChecks]] = field(default_factory=WeakKeyDictionary)
+    wrapper: WrapperCheck | None = None
 
     def plan(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
         """The plan of attention from the tokens of some streams to those of some, sample by sample."""

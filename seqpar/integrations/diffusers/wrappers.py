@@ -14,6 +14,7 @@ from seqpar.dsp.moves import unshard_alike
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
 from seqpar.nn.fingerprint import sketch
+from seqpar.train.wrappers import scale_gradients
 
 # Ranks' gradients of the output may be further apart than bits: where each rank's kernels round in another order, as in
 # a loss behind a decoder. All of bfloat16's last digits differ by 0.4 % of the norm, other targets by the norm itself.
@@ -54,6 +55,7 @@ def gathering_rows(
     out = unshard_alike(rows, plan, run.comm, dim=1, start=part.start)
     if out.requires_grad:
         out.register_hook(partial(_compare_gradient, run.comm))
+        scale_gradients([out], run.sharing.average_over)
     return out
 
 

@@ -25,6 +25,7 @@ from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
+from seqpar.train.wrappers import note_last
 
 
 def parallelize(
@@ -73,6 +74,7 @@ class _Forward:
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
         self.numerics = numerics
         self._compared = 0  # forwards that count for comparisons of weights
+        self._noted = False  # whether a forward was inside a wrapper
         self._loop: Loop | None = None  # of the model whose forward came first, not of its copies
 
     def close(self) -> None:
@@ -90,6 +92,7 @@ class _Forward:
         why = None
         if not under_trial():
             self._compare(model)
+            self._note_wrapper(model)
             why = self._try(model, forward, plan, args, kwargs)
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
@@ -118,9 +121,18 @@ class _Forward:
         self._compared += 1  # a call after an error is compared again
 
     @uncompiled
+    def _note_wrapper(self, model: nn.Module) -> None:
+        """Note what reduces the gradients of this forward, for a loss that is not made for it."""
+        wrapper = None
+        if self._loop is not None and self._loop.model is model and torch.is_grad_enabled() and not self._noted:
+            wrapper = self._loop.wrapper()
+            self._noted = wrapper is not None  # one loss is enough
+        note_last(wrapper, self.comm.size)
+
+    @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
-        own = code_among(model.modules(), self.comm.size)
+        own = code_among(self.comm.size, model.modules())
         codes = self.comm.gather(f"sdpa: what {type(model).__name__} runs", own)
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), codes, own)
         if not call.is_due():

@@ -397,7 +397,7 @@ class Rerouting(TorchFunctionMode):
         self.noticed = kwargs
         use = self.called.get((model, model.training))
         if use is None:
-            use = self.called[model, model.training] = ModelUse(model, code_among(model.modules(), self.comm.size), {})
+            use = self.called[model, model.training] = ModelUse(model, code_among(self.comm.size, model.modules()), {})
         use.ways.setdefault(way_of(args, kwargs, model.training), (args, kwargs))
 
     @uncompiled
@@ -406,7 +406,7 @@ class Rerouting(TorchFunctionMode):
 
         Raises: NotImplementedError on every rank if the rows of a model do not follow on some.
         """
-        told = [(use.code, code_among(use.model.modules(), self.comm.size).written) for use in uses]
+        told = [(use.code, code_among(self.comm.size, use.model.modules()).written) for use in uses]
         every = self.comm.gather("sdpa: what models run", told)
         for number, use in enumerate(uses):
             found = [other[number] for other in every if number < len(other)]

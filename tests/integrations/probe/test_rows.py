@@ -554,32 +554,35 @@ def test_a_model_is_not_kept_alive() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("what", ["autocast", "a hook"])
-def test_a_block_tries_a_call_as_it_was_made(what: str) -> None:
+def test_a_block_tries_a_call_under_its_autocast() -> None:
     class Casting(Pooling):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x, int(torch.is_autocast_enabled("cpu")))
 
     model, x, comm = made(Casting).float(), torch.randn(1, TOKENS, E), LocalComm()
     plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
-
-    def run() -> None:
-        with seqpar.sdpa(plan, comm):
-            if what == "autocast":
-                with torch.autocast("cpu", torch.bfloat16):
-                    model(x)
-            else:
-                hook = model.block.register_forward_hook(lambda module, args, y: mean(y))
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="Casting cannot be computed on several ranks"):
+            with seqpar.sdpa(plan, comm), torch.autocast("cpu", torch.bfloat16):
                 model(x)
-                hook.remove()
 
-    if what == "autocast":
-        for _ in range(2):
-            with pytest.raises(NotImplementedError, match="Casting cannot be computed on several ranks"):
-                run()
-        return
+
+def test_a_change_that_is_taken_back_inside_a_block_is_warned_of() -> None:
+    models, x, plan = (
+        [made(switched()).eval() for _ in range(2)],
+        rows_of_all(),
+        Plan(MASK, Layout.contiguous(TOKENS, 2)),
+    )
+
+    def rank(comm: Comm) -> None:
+        model = models[comm.rank]
+        with seqpar.sdpa(plan, comm):
+            hook = model.block.register_forward_hook(lambda module, args, y: mean(y))  # type: ignore[operator]
+            model(seqpar.shard(x, plan, comm.rank, dim=1))
+            hook.remove()
+
     with pytest.warns(UserWarning, match="modules, hooks or modes were changed back before it was tried"):
-        run()
+        run_threads(2, rank)
 
 
 @pytest.mark.parametrize("mixes", [True, False])
