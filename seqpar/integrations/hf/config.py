@@ -6,7 +6,7 @@ which also looks at the modules and tries the model on a few tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -95,6 +95,14 @@ def hiding(model: PreTrainedModel) -> dict[str, Any]:
     """The keyword that stops a model from returning hidden states, if its config asks for them."""
     asked = any(config.output_hidden_states for config in (model.config, model.config.get_text_config()))
     return {"output_hidden_states": False} if asked else {}
+
+
+def nested(old: PreTrainedConfig, new: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:
+    """A config and its nested configs, each with its counterpart in another config."""
+    yield old, new
+    for name, value in old.__dict__.items():
+        if isinstance(value, PreTrainedConfig):
+            yield from nested(value, new.__dict__[name])
 
 
 def by_longest(kind: object, config: Any) -> bool:

@@ -27,14 +27,15 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.integrations.hf.attention import Forward, Noted, called_by, forward, implementation, padding_of, planned
 from seqpar.integrations.hf.config import ASKED, NO_INTERFACE, caching, config_refusals, hiding, mixing_layers
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
+from seqpar.integrations.hf.forward import Forward, Noted, called_by, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, AtHome, has_pad, pools, tried
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
@@ -340,7 +341,7 @@ class _Probe:
         state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
         first = layer_calls.run
         try:
-            with parallel(plan, LocalComm()), replaced(text, inner), forward(state), called_by(self.callers):
+            with parallel(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
                 given = plain(self.model) | hiding(self.model) | options
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
             self.calls = min(self.calls, layer_calls.run - first)
@@ -362,7 +363,7 @@ class _Probe:
     def _on_rows(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """A call of a text model inside the model: it makes its masks itself, and some hand on the model's labels."""
         named.pop("labels", None)
-        with forward(self.state):
+        with during(self.state):
             return before(*args, **named | {"attention_mask": padding_of(named.get("attention_mask"))})
 
     def _note(self, plan: Plan, rule: Rule) -> Plan:

@@ -33,20 +33,10 @@ from seqpar.facts.value import Ints, whole
 from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
-from seqpar.integrations.hf.attention import (
-    KEY,
-    LAYER,
-    NUMERICS,
-    Forward,
-    enter,
-    forward,
-    implementation,
-    numbered,
-    occupied,
-    planned,
-)
+from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, numbered
 from seqpar.integrations.hf.config import ASKED
 from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of, tokens_of
+from seqpar.integrations.hf.forward import Forward, during, planned
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
@@ -56,6 +46,7 @@ from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counted_pad, counts
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, mix, mixers, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
+from seqpar.integrations.hf.registry import enter, implementation, occupied
 from seqpar.integrations.hf.request import (
     COUNT,
     DOCUMENTS,
@@ -371,7 +362,7 @@ class ParallelTransformer(ParallelModel):
         around = ExitStack()
         around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
         state = Forward(self._maker(own), partial(self._gathered, own), longest=self._longest)
-        around.enter_context(forward(state))
+        around.enter_context(during(state))
         return around
 
     def _maker(self, own: Share) -> Callable[[Plan, Rule], Plan]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqpar.integrations.hf.attention import nested
+from seqpar.integrations.hf.config import nested
 
 ATTENTION = "_attn_implementation_internal"
 _ABSENT = object()

@@ -16,10 +16,10 @@ from seqpar.comm import Comm
 from seqpar.data.batch import FACTS
 from seqpar.data.host import read_entries
 from seqpar.integrations.hf.afterwards import Afterwards
-from seqpar.integrations.hf.attention import inside
 from seqpar.integrations.hf.config import ASKED
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.fit import ModelFit
+from seqpar.integrations.hf.forward import inside
 from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.data.rows import POSITIONS, STARTS
-from seqpar.integrations.hf.attention import longest
 from seqpar.integrations.hf.config import by_longest
+from seqpar.integrations.hf.forward import longest
 
 
 def lengthy(model: nn.Module) -> list[nn.Module]:

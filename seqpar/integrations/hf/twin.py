@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
+from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights
 from seqpar.nn.kinds import kind_of, name_of

@@ -21,15 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.attention import (
-    DEFAULT,
-    NUMERICS,
-    attention_function,
-    dropped,
-    layer_of,
-    making,
-    without_seed,
-)
+from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
+from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
 from seqpar.nn.kinds import name_of
 from seqpar.ops import bind

@@ -34,9 +34,9 @@ from transformers.utils import ModelOutput
 
 from seqpar.comm.entry import uncompiled
 from seqpar.data import Share
-from seqpar.integrations.hf.attention import Forward, Noted, Unmade, forward, padding_of
 from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
+from seqpar.integrations.hf.forward import Forward, Noted, Unmade, during, padding_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, blocks_of, rule_of, stretches, united
 from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.outputs import TOLD
@@ -135,7 +135,7 @@ class ParallelVision(ParallelTransformer):
         hidden: list[Tensor] | None = [] if chunked else None
         self._hidden, kept, self._bringing = hidden, self._hidden, bringing
         try:
-            with forward(Forward(note=bringing.note, text=self.text.config)):
+            with during(Forward(note=bringing.note, text=self.text.config)):
                 out = before(**own)
             if bringing.own is None:
                 raise NotImplementedError(f"{type(module).__name__} did not call its {type(self.text).__name__}")
@@ -204,7 +204,7 @@ class ParallelVision(ParallelTransformer):
             bringing.error = error
         bringing.padding = given.get("attention_mask")
         try:
-            with forward(None):
+            with during(None):
                 bringing.call, bringing.own, rows = self._share(bringing.module, (), given | bringing.asked)
         except BaseException:
             bringing.refused = True

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.hf import attention as keys
+from seqpar.integrations.hf import registry
 from seqpar.integrations.hf.attention import LAYER, layer_of
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import (
@@ -385,18 +386,18 @@ def test_a_rank_without_a_row() -> None:
 
 
 def test_the_registrations_can_be_undone() -> None:
-    ours = [getattr(PreTrainedModel, name) for name in keys.ATTENTION_SETTERS]
-    keys.unregister()
+    ours = [getattr(PreTrainedModel, name) for name in registry.ATTENTION_SETTERS]
+    registry.unregister()
     try:
         assert keys.KEY not in AttentionInterface()
-        assert [getattr(PreTrainedModel, name) for name in keys.ATTENTION_SETTERS] == [
+        assert [getattr(PreTrainedModel, name) for name in registry.ATTENTION_SETTERS] == [
             each._seqpar_former for each in ours
         ]
         assert PreTrainedModel.__call__ is nn.Module.__call__
         with pytest.raises(ValueError, match="seqpar"):
             AutoModel.from_config(build("llama").config, attn_implementation=keys.KEY)
     finally:
-        keys.register()
+        registry.register()
     assert keys.KEY in AttentionInterface()
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations.hf import attention as keys
+from seqpar.integrations.hf.attention import KEY
+from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
 from seqpar.testing import run_threads, seen_pairs
 from tests.integrations.hf.models import build
@@ -34,7 +35,7 @@ def test_every_path_is_computed_as_it_would_be_alone(name: str) -> None:
 
     def rank(comm: Comm) -> Tensor:
         own = copy.deepcopy(model)
-        own.set_attn_implementation(keys.KEY)
+        own.set_attn_implementation(KEY)
         at = torch.from_numpy(plan.rope_positions(comm.rank))[None]
         mine = seqpar.shard(ids, plan, comm.rank)[None]
         with seqpar.parallel(plan, comm), torch.no_grad():
@@ -48,11 +49,11 @@ def test_every_path_is_computed_as_it_would_be_alone(name: str) -> None:
 @pytest.mark.parametrize("rule", [Rule(), Rule(causal=True, chunk=4)])
 def test_layers_that_no_tree_has_are_refused(rule: Rule) -> None:
     with pytest.raises(NotImplementedError, match="a tree takes causal layers, with a window or without"):
-        keys.planned(Plan(MASK, Layout.contiguous(MASK.tokens, 1)), rule)
+        planned(Plan(MASK, Layout.contiguous(MASK.tokens, 1)), rule)
     with pytest.raises(NotImplementedError, match=r"the plan has Mask\(bounds"):
         crossing = Mask.from_bounds([0] * 4, [1, 2, 3, 4], until=[3, 4, 4, 4])
-        keys.planned(Plan(crossing, Layout.contiguous(4, 1)), rule)
-    nothing = keys.planned(Plan(MASK, Layout.contiguous(MASK.tokens, 1)), Rule(causal=True, left=-1))
+        planned(Plan(crossing, Layout.contiguous(4, 1)), rule)
+    nothing = planned(Plan(MASK, Layout.contiguous(MASK.tokens, 1)), Rule(causal=True, left=-1))
     assert nothing.mask.area() == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.attention import planned
+from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
 from seqpar.integrations.hf.recurrent.lightning import lightning
