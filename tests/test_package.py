@@ -109,7 +109,7 @@ ORDER = {
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted
         hf/twin
-        hf/fit hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision
+        hf/fit hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/towers hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

@@ -10,7 +10,7 @@ import torch
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations.hf.vision import ParallelVision
+from seqpar.integrations.hf.towers import Towers
 from seqpar.testing import run_threads
 from tests.advice.remedies import advised
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, build
@@ -63,7 +63,7 @@ def test_blocks_of_images_in_rows_of_ones_own() -> None:
 
 
 def test_a_tower_without_a_function_for_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParallelVision, "_features", lambda self, kind: None)  # as of a model that has no such method
+    monkeypatch.setattr(Towers, "_features", lambda self, kind: None)  # as of a model that has no such method
     model = build(IMAGES["llava"], dtype=torch.float32).eval()
     with_image = padded("llava", brought("llava", 1, torch.float32)[0])
     text = {name: x[:1, :2] for name, x in with_image.items() if name != "pixel_values"}
