@@ -35,10 +35,9 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
-from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
-from seqpar.integrations.hf.unlisted import unlisted
+from seqpar.integrations.hf.unlisted import rewritten, unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_probed, check_weights
 from seqpar.integrations.hf.wide import quantised, wide
 from seqpar.integrations.probe.inspection import dropping
@@ -183,10 +182,7 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
 
 def _head_tried(model: PreTrainedModel) -> AtHome | str:
     """The findings on a head that pools; or why it cannot run at home."""
-    with (
-        _precise(model), torch.no_grad(), implementation(model, "eager"), as_written(model),
-        forgotten(lengthy(model)),
-    ):  # fmt: skip
+    with _precise(model), torch.no_grad(), as_written(model), forgotten(lengthy(model)):
         try:
             return tried(model)
         except Exception as error:
@@ -214,7 +210,7 @@ def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
 def _fails_alone(model: PreTrainedModel) -> str:
     """How a model fails on a few tokens by transformers' own code, or ""."""
     at = torch.arange(TOKENS, device=model.device)[None]
-    with implementation(model, "eager"), as_written(model):
+    with as_written(model):
         try:
             model.forward(input_ids=at, **caching(model))
         except Exception as error:
@@ -265,7 +261,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
         reasons.append("in training mode, tokens meet outside its attention")
     if not probe.close(one[:, order], probe(ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]):
         reasons.append("its attention depends on the order in which a rank holds its rows")
-    with implementation(model, "eager"), as_written(model):
+    with as_written(model):
         given = {"position_ids": at[None], "return_dict": True} | plain(model) | hiding(model)
         written_out = model.forward(input_ids=ids[None], **given)[result]
     if not probe.close(one, written_out):
@@ -285,7 +281,7 @@ def _probed(model: PreTrainedModel, reasons: list[str]) -> ModelFit:
     if can_ask(model):
         with without_hooks(model):
             routers = _routers(probe, ids, labels, at)
-    callers = frozenset(map(name_of, (*probe.callers, *mixers(model), *(module for module, _ in unlisted(model)))))
+    callers = frozenset(map(name_of, (*probe.callers, *(module for module, _ in rewritten(model)))))
     return ModelFit(
         frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
         probe.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],
@@ -432,7 +428,7 @@ def _by_items(model: PreTrainedModel, ids: Tensor, labels: Tensor, at: Tensor) -
         given = {"position_ids": at[None], "labels": labels[None], "return_dict": True} | plain(model) | hiding(model)
         return float(model.forward(input_ids=ids[None], num_items_in_batch=at.new_tensor(items), **given).loss)
 
-    with implementation(model, "eager"), as_written(model):
+    with as_written(model):
         try:
             return loss(2 * TOKENS) < 0.75 * loss(TOKENS)
         except Exception:  # it takes no such keyword after all, and a call that gives it raises as on one device

@@ -44,7 +44,7 @@ from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counted_pad, counts
-from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, mix, mixers, of_documents
+from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.registry import enter, implementation, occupied
 from seqpar.integrations.hf.request import (
@@ -63,7 +63,7 @@ from seqpar.integrations.hf.request import (
     too_few,
 )
 from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, lengthy, turn
-from seqpar.integrations.hf.unlisted import sees_places, unlisted
+from seqpar.integrations.hf.unlisted import rewritten, sees_places
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
@@ -149,9 +149,7 @@ class ParallelTransformer(ParallelModel):
                 if numerics != Numerics():
                     for module in model.modules():
                         self._undone.enter_context(replaced(module, {NUMERICS: numerics}))
-                for mixer in mixers(model):
-                    self.put_around(mixer, mix)
-                for module, written in unlisted(model):
+                for module, written in rewritten(model):
                     self.put_around(module, written.replacement, written.method)
                 self.fit = fitting(model)
                 call.facts = {

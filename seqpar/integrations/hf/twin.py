@@ -20,9 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqpar.integrations.hf.recurrent.mixers import mix, mixers
 from seqpar.integrations.hf.registry import implementation
-from seqpar.integrations.hf.unlisted import unlisted
+from seqpar.integrations.hf.unlisted import rewritten
 from seqpar.integrations.hf.weights import NoWeights
 from seqpar.nn.kinds import kind_of, name_of
 from seqpar.nn.wrap import Around, replaced
@@ -67,9 +66,7 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
     if other := sorted({name_of(m) for m in model.modules()} - {name_of(m) for m in twin.modules()} - WRAPPERS):
         raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
     with ExitStack() as stack:
-        for mixer in mixers(twin):
-            stack.enter_context(replaced(mixer, {"forward": Around(mixer, mixer.forward, mix)}))
-        for module, written in unlisted(twin):
+        for module, written in rewritten(twin):
             around = Around(module, getattr(module, written.method), written.replacement)
             stack.enter_context(replaced(module, {written.method: around}))
         stack.enter_context(implementation(twin, model.config._attn_implementation))

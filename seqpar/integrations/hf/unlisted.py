@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
 from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.recurrent.mixers import mix, mixers
 from seqpar.nn.kinds import name_of
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
@@ -196,12 +197,18 @@ CLASSES: dict[str, Written] = {
     "Llama4TextAttention": Written("forward", llama4, serves=_tuned),
     "Llama4TextDecoderLayer": Written("forward", llama4_layer, serves=lambda layer: _tuned(layer.self_attn)),
 }
+MIXER = Written("forward", mix)
 
 
 def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
     """The layers of attention of a model that are replaced, and by what."""
     found = ((module, CLASSES.get(name_of(module))) for module in model.modules())
     return [(module, written) for module, written in found if written is not None and written.serves(module)]
+
+
+def rewritten(model: nn.Module) -> list[tuple[nn.Module, Written]]:
+    """The mixers and layers of attention of a model that seqpar computes itself, and what replaces a method of each."""
+    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model)]
 
 
 def sees_places(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from seqpar.integrations.hf.recurrent.mamba import mamba, zamba
 from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
 from seqpar.integrations.hf.recurrent.rglru import BLOCK, recurrent_gemma
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
+from seqpar.integrations.hf.registry import implementation
 from seqpar.nn.kinds import name_of
 from seqpar.nn.wrap import Around, replaced
 from seqpar.ops import bind
@@ -104,8 +105,9 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """The model with the methods of its mixers and attention as transformers has them, until the block ends."""
+    """The model by transformers' own code until the block ends: its "eager" attention, and mixers of its classes."""
     with ExitStack() as stack:
+        stack.enter_context(implementation(model, "eager"))
         for module in model.modules():
             own = {name: x.forward for name, x in module.__dict__.items() if isinstance(x, Around)}
             stack.enter_context(replaced(module, own))
