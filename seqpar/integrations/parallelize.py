@@ -63,7 +63,7 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
 
         return by_stages
     if is_of(model, "transformers", "PreTrainedModel"):
-        from seqpar.integrations.hf.fit import text_of
+        from seqpar.integrations.hf.config import text_of
 
         if text_of(model) is not model:  # type: ignore[arg-type]
             from seqpar.integrations.hf.vision import ParallelVision

@@ -86,6 +86,17 @@ def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: 
     return reasons
 
 
+def text_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of tokens inside a model of images or sound; any other model itself."""
+    kinds = model.input_modalities
+    if isinstance(kinds, str) or "text" not in kinds or model.config.get_text_config() is model.config:
+        return model
+    text = model
+    while isinstance(inner := text.get_decoder(), PreTrainedModel) and inner is not text:
+        text = inner
+    return text
+
+
 def caching(model: PreTrainedModel) -> dict[str, Any]:
     """The keyword that stops a model from making a cache, if it can make one."""
     return {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}

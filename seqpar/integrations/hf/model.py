@@ -34,11 +34,12 @@ from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, numbered
-from seqpar.integrations.hf.config import ASKED
-from seqpar.integrations.hf.fit import fitting, plain, softcap_of, text_of, tokens_of
+from seqpar.integrations.hf.config import ASKED, text_of
+from seqpar.integrations.hf.fit import fitting
 from seqpar.integrations.hf.forward import Forward, during, planned
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall
+from seqpar.integrations.hf.logits import softcap_of, tokens_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
 from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
@@ -63,6 +64,7 @@ from seqpar.integrations.hf.request import (
     too_few,
 )
 from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, lengthy, turn
+from seqpar.integrations.hf.trial import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
 from seqpar.integrations.hf.worth import Worth
 from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable

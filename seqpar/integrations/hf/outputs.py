@@ -14,9 +14,10 @@ from seqpar.comm import Comm
 from seqpar.data import Share, back
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
-from seqpar.integrations.hf.fit import PER_TOKEN, ModelFit, softcapped
 from seqpar.integrations.hf.heads import POOLER, pooled_of
+from seqpar.integrations.hf.logits import softcapped
 from seqpar.integrations.hf.request import Request
+from seqpar.integrations.hf.trial import PER_TOKEN, ModelFit
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy

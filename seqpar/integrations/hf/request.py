@@ -18,10 +18,10 @@ from seqpar.data.host import read_entries
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.config import ASKED
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
-from seqpar.integrations.hf.fit import ModelFit
 from seqpar.integrations.hf.forward import inside
 from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
+from seqpar.integrations.hf.trial import ModelFit
 
 # Entries of a batch with a value per token, and entries that mark documents.
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")

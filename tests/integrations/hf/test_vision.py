@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Comm, LocalComm, Mask
-from seqpar.integrations.hf.fit import text_of
+from seqpar.integrations.hf.config import text_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, united
 from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, Architecture, build

@@ -1,0 +1,384 @@
+"""A trial of a transformers model on a few tokens, which shows whether rows meet only in attention and known mixers.
+
+Each token is a document of its own. The model runs once on all rows, and once on some of them in another order, with
+their positions. If an output row changes, the model mixes rows elsewhere (a convolution, a recurrence, counted
+positions). The same runs check that attention and mixers are what the model computes without seqpar, and the model's
+loss and its head, so that neither is mistaken for something else. Meanwhile gates and projections that begin at zero
+have other values, as they would hide what they multiply, and products are exact, as rounding would hide small effects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+
+from seqpar.comm import LocalComm
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.integrations.hf.config import ASKED, caching, hiding, text_of
+from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
+from seqpar.integrations.hf.forward import Forward, Noted, called_by, during, padding_of, planned
+from seqpar.integrations.hf.heads import POOLER, AtHome, pools
+from seqpar.integrations.hf.logits import softcap_of, softcapped, tokens_of
+from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.positions import counted_pad, counting_of
+from seqpar.integrations.hf.recurrent.lightning import exact_tables
+from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.unlisted import rewritten
+from seqpar.integrations.hf.weights import check_probed
+from seqpar.integrations.hf.wide import quantised, wide
+from seqpar.integrations.probe.stand_ins import Deterministic
+from seqpar.nn.asleep import awake
+from seqpar.nn.kinds import name_of
+from seqpar.nn.saved_state import eager
+from seqpar.nn.wrap import replaced
+from seqpar.ops.core.collective_op import layer_calls
+from seqpar.parallel import parallel
+from seqpar.plan import Plan
+from seqpar.train import cross_entropy
+
+TOKENS = 13  # of a trial
+ROUNDING = 1e-6  # of sums of 32 bits
+FEW = [9, 2, 3, 12, 4]  # rows of the second run, by number
+# Outputs with a row per token; other outputs do not return to their batch.
+PER_TOKEN = ("logits", "last_hidden_state")
+SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
+POOLED, NO_ROWS = "it also returns pooler_output", "none with a row for every token"
+NO_MASK = "no layer asked transformers.masking_utils for a mask"
+
+
+class ModelFit(NamedTuple):
+    """The findings on a model that fits.
+
+    rules: the masks it asks for. recurrent: whether it has mixers. counting: how it counts positions without
+    position_ids, as in `positions`. result: the output with a row per token. shift: the rows that labels belong to, as
+    in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its loss by
+    num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
+    logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has a
+    pooler. calls: of attention and recurrences in a forward; callers: the classes of the modules that make them.
+    at_home: of a head that pools; the rest is then the base model's. of_tokens: whether the logits are of the tokens
+    that the output embeddings have.
+    """
+
+    rules: frozenset[Rule]
+    recurrent: bool
+    counting: str
+    result: str
+    shift: str
+    loss: str
+    by_items: bool
+    head: nn.Linear | None
+    softcap: float
+    routers: str
+    pooled: bool = False
+    calls: int = 0
+    callers: frozenset[str] = frozenset()
+    at_home: AtHome | None = None
+    of_tokens: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no layer looks ahead."""
+        return all(rule.causal for rule in self.rules)
+
+
+def plain(model: PreTrainedModel) -> dict[str, Any]:
+    """The keywords with which a model makes no cache and returns no router logits."""
+    return caching(model) | ({ASKED: False} if can_ask(model) else {})
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """A context without dropout and autocast, uncompiled, for a probe."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with eager(model), torch.autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def precise(model: nn.Module) -> Iterator[None]:
+    """A quiet context in which rounding hides nothing, nor do weights that are nearly 0."""
+    with quiet(model), awake(model), exact_tables(model), wide(model):
+        yield
+
+
+class Probe:
+    """Runs of a model on its own.
+
+    rules: the masks that layers asked for. hidden: the base model's last output. calls: the fewest of attention and
+    recurrences in a run; callers: modules that called attention. rough: whether its products round more than fp32's, as
+    those of quantised weights. reasons: against the model, as far as runs have shown.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.rules, self.reasons = model, set[Rule](), list[str]()
+        self.state = Forward(self._note, padded=True)
+        self.hidden: Tensor | None = None
+        self.calls = sys.maxsize
+        self.callers: set[nn.Module] = set()
+        self.rough = quantised(model)
+
+    @cached_property
+    def at(self) -> Tensor:
+        """Positions, [T]."""
+        return torch.arange(TOKENS, device=self.model.get_input_embeddings().weight.device)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Tokens, [T]."""
+        return (self.at * 7 + 5) % len(self.model.get_input_embeddings().weight)
+
+    @cached_property
+    def few(self) -> Tensor:
+        """Some of the positions, in another order."""
+        return torch.tensor(FEW, device=self.at.device)
+
+    def on_all(self, **options: Any) -> Any:
+        """The output for all tokens."""
+        return self(self.ids, position_ids=self.at[None], **options)
+
+    def on_few(self, **options: Any) -> Any:
+        """The output for some of the tokens, in another order."""
+        return self(self.ids[self.few], position_ids=self.few[None], **options)
+
+    def by_transformers(self, **options: Any) -> Any:
+        """The output of transformers' own code for all tokens, in one document."""
+        given = {"position_ids": self.at[None], "return_dict": True} | plain(self.model) | hiding(self.model) | options
+        with as_written(self.model):
+            return self.model.forward(input_ids=self.ids[None], **given)
+
+    def __call__(
+        self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **options: Any
+    ) -> Any:  # fmt: skip
+        """The output for tokens in documents of these lengths (by default one token each), held in this order."""
+        mask = Mask(documents or [1] * len(ids))
+        plan = Plan(mask, Layout([np.array(order or range(len(ids)))]))
+        text = text_of(self.model)
+        base = self.model.base_model if text is self.model else text
+        hook = None if base is self.model else base.register_forward_hook(self._keep)
+        inner = {} if text is self.model else {"forward": partial(self._on_rows, text.forward)}
+        state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
+        first = layer_calls.run
+        try:
+            with parallel(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
+                given = plain(self.model) | hiding(self.model) | options
+                out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
+            self.calls = min(self.calls, layer_calls.run - first)
+            return out
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def close(self, a: Tensor, b: Tensor) -> bool:
+        """Equal up to rounding, row by row.
+
+        Products of other shapes round differently, and rough products may send some row to other experts. Then most
+        rows must agree: a model that mixes tokens changes most rows.
+        """
+        worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1)
+        worst = worst / a.abs().max().double().clamp(min=1e-30)
+        return bool(worst.median() <= 0.1 if self.rough else worst.max() <= 1e-4)
+
+    def _on_rows(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """A call of a text model inside the model: it makes its masks itself, and some hand on the model's labels."""
+        named.pop("labels", None)
+        with during(self.state):
+            return before(*args, **named | {"attention_mask": padding_of(named.get("attention_mask"))})
+
+    def _note(self, plan: Plan, rule: Rule) -> Plan:
+        self.rules.add(rule)
+        return planned(plan, rule)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self.hidden = out[0] if isinstance(out[0], Tensor) else None
+
+
+def probed(probe: Probe) -> ModelFit | None:
+    """The findings on a model; None if there are reasons against it."""
+    model, reasons = probe.model, probe.reasons
+    whole = probe.on_all()
+    hidden = probe.hidden
+    result, pooled = _result(probe, whole)
+    recurrent = bool(mixers(model))
+    if not probe.rules and not recurrent:
+        reasons.append(NO_MASK)
+    if reasons:
+        return None
+    rows = whole[result]
+    one = probe.on_all(documents=[TOKENS])[result]
+    check_probed(model, rows, one)
+    if not probe.close(rows[:, probe.few], probe.on_few()[result]):
+        reasons.append(
+            "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
+            "recurrence, n-grams of tokens, positions that are counted)"
+        )
+    elif not _by_rows_in_training(probe, result):
+        reasons.append("in training mode, tokens meet outside its attention")
+    order = torch.cat([probe.few, probe.at[~torch.isin(probe.at, probe.few)]])
+    mixed = probe(probe.ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]
+    if not probe.close(one[:, order], mixed):
+        reasons.append("its attention depends on the order in which a rank holds its rows")
+    if not probe.close(one, probe.by_transformers()[result]):
+        names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
+        reasons.append(
+            "its attention is not the function of q, k, v and mask that it hands over (a bias, for example)"
+            + (f", or its {names} is not the one that seqpar knows" if names else "")
+        )
+    if reasons:
+        return None
+    vocabulary = len(model.get_input_embeddings().weight)
+    labels = (probe.ids * 3 + 1) % min(vocabulary, whole["logits"].shape[-1] if "logits" in whole else vocabulary)
+    shift, loss = _loss(probe, whole, labels)
+    by_items = not loss and _by_items(probe, labels)
+    head, softcap = _head(probe, whole, hidden)
+    counting = counting_of(
+        lambda tokens, **given: probe(tokens, **given)[result], probe.close, probe.ids, counted_pad(model)
+    )
+    routers = ""
+    if can_ask(model):
+        with without_hooks(model):
+            routers = _routers(probe, labels)
+    callers = frozenset(map(name_of, (*probe.callers, *(module for module, _ in rewritten(model)))))
+    return ModelFit(
+        frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
+        probe.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],
+    )  # fmt: skip
+
+
+def _result(probe: Probe, out: Any) -> tuple[str, bool]:
+    """The output with a row per token, and whether a pooler's is beside it; others are a reason against the model."""
+    reasons = probe.reasons
+    fields = {name: value for name, value in out.items() if value is not None}
+    result = next((name for name in PER_TOKEN if name in fields), "")
+    pooled = fields.pop(POOLER, None)
+    if not result or fields[result].dim() != 3 or tuple(fields[result].shape[:2]) != (1, TOKENS):
+        reasons.append(f"it returns {sorted(fields)}, {NO_ROWS}")
+    elif other := sorted(fields.keys() - {result}):
+        reasons.append(f"it also returns {', '.join(other)}, which is not a row per token")
+    elif pooled is not None and not pools(probe.model, fields[result], pooled):
+        reasons.append(f"{POOLED}, which is not its pooler's of the first row")
+    return result, pooled is not None
+
+
+def _loss(probe: Probe, whole: Any, labels: Tensor) -> tuple[str, str]:
+    """The rows that labels belong to, and why the loss cannot be computed here, or ""."""
+    function = probe.model.loss_function
+    if "logits" not in whole:
+        return "row", "it returns no logits"
+    if function not in SHIFTS:
+        name = getattr(function, "__name__", repr(function))
+        return "row", f"its loss_function {name} is not among {', '.join(known.__name__ for known in SHIFTS)}"
+    shift = SHIFTS[function]
+
+    def is_mean(out: Any) -> bool:
+        logits = whole["logits"] if out.get("logits") is None else out.logits
+        rows, wanted = (logits[0, :-1], labels[1:]) if shift == "row" else (logits[0], labels)
+        expected = cross_entropy(rows, wanted, valid=len(wanted))
+        return out.get("loss") is not None and _same(out.loss, expected, rows.abs().max() + expected.abs())
+
+    if not is_mean(probe.on_all(labels=labels[None])):
+        return shift, "its loss is not the cross-entropy of its logits alone"
+    with _as_in_training(probe):
+        out = probe.on_all(labels=labels[None])
+    if out.get("logits") is not None and not is_mean(out):
+        return shift, "its loss in training is not the cross-entropy of its logits alone"
+    return shift, ""
+
+
+def _same(a: Tensor, b: Tensor, size: Tensor) -> bool:
+    """Whether two results of the same numbers, of about this size, are equal but for rounding of 32 bits."""
+    return bool((a.double() - b.double()).abs().max() <= ROUNDING * size.double())
+
+
+def _by_items(probe: Probe, labels: Tensor) -> bool:
+    """Whether a model as written divides its loss by ``num_items_in_batch``: twice as many halve it."""
+    if all(p.kind != p.VAR_KEYWORD for p in inspect.signature(type(probe.model).forward).parameters.values()):
+        return True  # callers give it to models that take any keyword
+
+    def loss(items: int) -> float:
+        return float(probe.by_transformers(labels=labels[None], num_items_in_batch=labels.new_tensor(items)).loss)
+
+    try:
+        return loss(2 * TOKENS) < 0.75 * loss(TOKENS)
+    except Exception:  # it takes no such keyword after all, and a call that gives it raises as on one device
+        return True
+
+
+def _by_rows_in_training(probe: Probe, result: str) -> bool:
+    """Whether rows follow their order in training mode too."""
+    with _as_in_training(probe):
+        every, few = probe.on_all().get(result), probe.on_few().get(result)
+    return every is None or few is None or probe.close(every[:, probe.few], few)
+
+
+@contextmanager
+def _as_in_training(probe: Probe) -> Iterator[None]:
+    """A context in which a model in eval mode is in training mode, but drops nothing and draws equal numbers.
+
+    Neither checkpoints nor statistics of batches: the first warn without gradients, the second would change.
+    """
+    model, state = probe.model, probe.state
+    device = next(model.parameters()).device
+    probe.state = state._replace(drops=False)
+    try:
+        for module in model.modules():
+            still = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            module.training = not (still or getattr(module, "gradient_checkpointing", False))
+        # the numbers of other generators are drawn and go on afterwards as before
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic({}):
+            yield
+    finally:
+        probe.state = state
+        model.eval()
+
+
+def _head(probe: Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
+    """The layer that makes logits of hidden states, if only it and a softcap are between them."""
+    head, softcap = probe.model.get_output_embeddings(), softcap_of(probe.model)
+    if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:
+        return None, 0.0
+    logits = softcapped(head(hidden.to(head.weight.dtype)), softcap)  # a residual in fp32 leaves them wider
+    return (head, softcap) if _same(logits, whole["logits"], logits.abs().max()) else (None, 0.0)
+
+
+def _routers(probe: Probe, labels: Tensor) -> str:
+    """Why `output_router_logits` cannot be served of a mixture of experts, or ""."""
+    model, at, few, asked = probe.model, probe.at, probe.few, {ASKED: True}
+    try:
+        out, some = probe.on_all(**asked), probe.on_few(**asked)
+        logits = out.get(LOGITS)
+        if logits is None:
+            return ""
+        for one, other in zip(logits, some[LOGITS], strict=True):
+            if not probe.close(one.reshape(TOKENS, -1)[few], other.reshape(len(few), -1)):
+                return "its router logits are not those of each token"
+        if out.get(LOSS) is None:
+            return ""
+        late = probe(probe.ids, attention_mask=(at >= 3).long()[None], **asked)
+        for found, rows in ((out, at), (late, at[3:])):
+            plan = Plan(Mask([len(rows)]), Layout.contiguous(len(rows), 1))
+            ours = balance([x.reshape(TOKENS, -1)[rows] for x in found[LOGITS]], model, plan, LocalComm()).whole
+            if not probe.close(found[LOSS].reshape(1, 1), ours.reshape(1, 1)):
+                return "its balance loss is not the one of Switch Transformers that seqpar knows"
+        with_it, without = (probe.on_all(labels=labels[None], **{ASKED: ask})["loss"] for ask in (True, False))
+        more, expected = float(with_it - without), weight_of(model) * float(out[LOSS])
+        if abs(more - expected) > (0.05 if probe.rough else 1e-3) * abs(expected) + ROUNDING * abs(float(without)):
+            return "it adds another multiple of its balance loss to its loss than its config says"
+    except Exception as error:
+        return f"trying it on a few tokens failed: {type(error).__name__}: {error}"
+    return ""
