@@ -270,11 +270,10 @@ class ParallelTransformer(ParallelModel):
                 self._configs.follow()
             if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
-            if whole and self.fit.at_home is not None:
-                self._afterwards.note_passed()
-                return self._at_home(self.fit.at_home, before, args, named)
             if whole:
                 self._afterwards.note_passed()
+                if self.fit.at_home is not None:
+                    return self._at_home(self.fit.at_home, before, args, named)
             return self._forward(module, before, args, named)
 
         self._afterwards.note_forward(module, forward)
@@ -419,31 +418,17 @@ class ParallelTransformer(ParallelModel):
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Request, Share, dict[str, Any]]:
         """The request, this rank's share of the batch, and the arguments with which the module computes it."""
-        arguments, error = arguments_of(module, args, named), None
-        try:
-            self._check(module, arguments)
-        except Exception as refused:  # all ranks raise it
-            error = refused
+        arguments = arguments_of(module, args, named)
         training = torch.is_grad_enabled() and self.model.training
         labels = any(name in arguments for name in LABELS)
+        hidden_states, items = arguments.get("output_hidden_states"), arguments.get("num_items_in_batch")
         head, layers = self._head, adapted(self.model)
         labelled = labels or (head is not None and head.labels is not None)
-        unfit = unfit_wrapper() or unfit_adapters(self.model, layers, self._tried, loss=labelled)
-        if error is None and unfit:
-            error = NotImplementedError(f"{type(module).__name__}: {unfit}")
-        hidden_states, items = arguments.get("output_hidden_states"), arguments.get("num_items_in_batch")
-        batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
-        count = None
-        if error is None:
-            try:
-                if counts(self.fit.counting, batch):
-                    batch[COUNTED] = counted(self.fit.counting, batch, self._pad)
-                if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
-                    error = NotImplementedError(f"a batch for {type(module).__name__}: {reason}")
-                given = items if head is None else head.items
-                count = count_of(given, batch, replicated=self.source == "replicated")
-            except Exception as unread:
-                error = unread
+        batch, count, error = dict[str, Any](), None, None
+        try:
+            batch, count = self._read(module, arguments, layers, labelled=labelled)
+        except Exception as refused:  # all ranks raise it
+            error = refused
         routers = bool(arguments.get(ASKED))
         state = self._planner.state()
         facts = {
@@ -468,13 +453,8 @@ class ParallelTransformer(ParallelModel):
             self._loop.note_batch(what, own.plan.mask.lengths, tokens)
         if count is not None and head is None and count < own.valid:
             raise too_few(count, own.valid)
-        if own.places is not None and any(rule.chunk for rule in self.fit.rules):
-            raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
-        if own.places is not None and (self.fit.recurrent or sees_places(self.model)):
-            why = "would decay the states of recurrent" if self.fit.recurrent else "count as places in some attention"
-            raise NotImplementedError(
-                f"attention_mask leaves out tokens between others, which {why} layers; leave them out of the batch"
-            )
+        if own.places is not None:
+            self._check_holes()
         self._count += 1
         if training:
             self._worth.note(own)
@@ -493,6 +473,37 @@ class ParallelTransformer(ParallelModel):
         if chunked:
             rows["logits_to_keep"] = TOLD if tells else own.positions.new_zeros(0)
         return request, own, rows
+
+    def _read(
+        self, module: PreTrainedModel, arguments: dict[str, Any], layers: list[nn.Module], *, labelled: bool
+    ) -> tuple[dict[str, Any], int | None]:
+        """The batch among the arguments of a call, and its num_items_in_batch on the host.
+
+        layers: with adapters. labelled: whether the call, or that of a head around it, has labels.
+
+        Raises: NotImplementedError or ValueError for a call that is not served.
+        """
+        self._check(module, arguments)
+        who = type(module).__name__
+        if unfit := unfit_wrapper() or unfit_adapters(self.model, layers, self._tried, loss=labelled):
+            raise NotImplementedError(f"{who}: {unfit}")
+        batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
+        if counts(self.fit.counting, batch):
+            batch[COUNTED] = counted(self.fit.counting, batch, self._pad)
+        if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
+            raise NotImplementedError(f"a batch for {who}: {reason}")
+        items = arguments.get("num_items_in_batch") if self._head is None else self._head.items
+        return batch, count_of(items, batch, replicated=self.source == "replicated")
+
+    def _check_holes(self) -> None:
+        """Raise NotImplementedError if layers count the tokens that attention_mask leaves out between others."""
+        if any(rule.chunk for rule in self.fit.rules):
+            raise NotImplementedError("attention_mask leaves out tokens between others, and a layer attends in chunks")
+        if self.fit.recurrent or sees_places(self.model):
+            why = "would decay the states of recurrent" if self.fit.recurrent else "count as places in some attention"
+            raise NotImplementedError(
+                f"attention_mask leaves out tokens between others, which {why} layers; leave them out of the batch"
+            )
 
     def _gather(
         self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None
