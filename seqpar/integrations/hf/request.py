@@ -152,7 +152,7 @@ class Served(NamedTuple):
 
         Raises: NotImplementedError or ValueError naming the argument, or the change of the model, that is not served.
         """
-        who, fit = type(module).__name__, self.fit
+        who = type(module).__name__
         numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
         self.afterwards.check(module, passed=module is self.model or head is not None)
         if self.comm.size > 1:
@@ -164,13 +164,20 @@ class Served(NamedTuple):
             )
         if head is not None and head.error is not None:
             raise head.error
-        if head is None and fit.pooled:
+        if head is None and self.fit.pooled:
             given = (arguments.get(name) for name in ("attention_mask", "input_ids"))
             if reason := misread(AtHome(left=True), self.model, *given):
                 raise NotImplementedError(
                     f"attention_mask for {who}: {reason}. Made with add_pooling_layer=False it reads none"
                 )
         self._check_routers(who, arguments)
+        self._check_place(who, module)
+        self._check_names(who, module, arguments)
+        self._check_positions(who, arguments, numbered=numbered)
+        self._check_loss(who, arguments)
+
+    def _check_place(self, who: str, module: PreTrainedModel) -> None:
+        """Raise NotImplementedError for a call inside another model's forward, or inside a backward."""
         if inside():
             raise NotImplementedError(
                 f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
@@ -180,6 +187,9 @@ class Served(NamedTuple):
             raise NotImplementedError(
                 f"{who} is recomputed in backward as a whole, which is not supported; checkpoint its layers instead"
             )
+
+    def _check_names(self, who: str, module: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+        """Raise NotImplementedError for unknown arguments."""
         known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
         known = [n for n in known if n != ASKED or can_ask(self.model)]
         if unknown := sorted(arguments.keys() - set(known)):
@@ -187,17 +197,20 @@ class Served(NamedTuple):
                 f"{who} on several ranks got {', '.join(unknown)}, supported are {', '.join(known)}; leave it out, or "
                 "run the model on one rank, inside parallelize(...).local()"
             )
-        if fit.counting != COLUMNS and "position_ids" not in arguments and not counts(fit.counting, arguments):
+
+    def _check_positions(self, who: str, arguments: Mapping[str, Any], *, numbered: bool) -> None:
+        """Raise NotImplementedError for positions that ranks cannot count. numbered: whether `UNSEEN` was given."""
+        counting = self.fit.counting
+        if counting != COLUMNS and "position_ids" not in arguments and not counts(counting, arguments):
             raise NotImplementedError(
                 f"{who} counts its positions itself (from attention_mask or input_ids), which ranks cannot; give "
                 "position_ids"
             )
-        if numbered and fit.recurrent and not {"position_ids", "cu_seq_lens_q"} & arguments.keys():
+        if numbered and self.fit.recurrent and not {"position_ids", "cu_seq_lens_q"} & arguments.keys():
             raise NotImplementedError(
                 f"{who} got {' and '.join(UNSEEN)} without the positions of the documents that it numbers, which its "
                 "attention does not see; give position_ids that start anew with each document, or cu_seq_lens_q too"
             )
-        self._check_loss(who, arguments)
 
     def _check_routers(self, who: str, arguments: dict[str, Any]) -> None:
         if not arguments.setdefault(ASKED, can_ask(self.model) and asks(self.model)):
