@@ -8,7 +8,7 @@ factories, with which numbers. A function of any other origin is refused by name
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -165,8 +165,8 @@ def united(every: list[Told], lengths: list[Ints]) -> tuple[dict[Rule, str], Blo
     return rules, Blocks(np.maximum(starts[which], edges[document]), np.minimum(ends[which], edges[document + 1]))
 
 
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def rule_of(function: Callable[..., Any]) -> Rule:
@@ -175,9 +175,8 @@ def rule_of(function: Callable[..., Any]) -> Rule:
     Raises: NotImplementedError naming a function that is not transformers' own or cannot be expressed as bounds.
     """
     name = function.__qualname__.split(".<locals>")[0]
-    closure = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
     if function.__module__ == MODULE and name in _READERS:
-        return _READERS[name](closure)
+        return _READERS[name](_closure_of(function))
     raise NotImplementedError(
         f"the mask function {function.__module__}.{function.__qualname__}: seqpar reads those that transformers "
         f"composes of {', '.join(sorted(_READERS))}, as other pairs may have no interval of keys per query"
@@ -189,29 +188,36 @@ def blocks_of(function: Callable[..., Any]) -> Tensor | None:
 
     Raises: NotImplementedError for masks of several kinds of blocks.
     """
-    closure = {} if "<locals>" not in function.__qualname__ else inspect.getclosurevars(function).nonlocals
+    closure = _closure_of(function)
     if function.__qualname__.startswith("blockwise_overlay."):
         ids: Tensor = closure["block_sequence_ids"]
         return ids
-    parts = [*closure.get("mask_functions", ()), *(x for x in (closure.get("mask_function"),) if x is not None)]
+    parts = [*closure.get("mask_functions", ())]
+    if closure.get("mask_function") is not None:
+        parts.append(closure["mask_function"])
     found = [ids for ids in map(blocks_of, parts) if ids is not None]
     if any(not ids.equal(found[0]) for ids in found[1:]):
         raise NotImplementedError("a mask has blocks of two kinds")
     return found[0] if found else None
 
 
-def _all(closure: dict[str, Any]) -> Rule:
+def _closure_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """What a factory of transformers gave to the function that it made; nothing for functions of a module."""
+    return inspect.getclosurevars(function).nonlocals if "<locals>" in function.__qualname__ else {}
+
+
+def _all(closure: Mapping[str, Any]) -> Rule:
     rule = Rule()
     for part in closure["mask_functions"]:
         rule = rule & rule_of(part)
     return rule
 
 
-def _either(closure: dict[str, Any]) -> Rule:
+def _either(closure: Mapping[str, Any]) -> Rule:
     return reduce(or_, map(rule_of, closure["mask_functions"]))
 
 
-_READERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], Rule]] = {
     "and_masks": _all,
     "or_masks": _either,
     "blockwise_overlay": lambda closure: BLOCK,

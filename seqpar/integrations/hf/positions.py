@@ -69,16 +69,13 @@ def counting_of(run: Callable[..., Tensor], close: Callable[[Tensor, Tensor], bo
     """
     at = torch.arange(len(ids), device=ids.device)
     mask = (at >= 3) & (at != 6)
-    padded = ids.where(mask, pad)
-    for counting in (COLUMNS, BY_TOKENS, BY_WORDS):
-        alike = True
-        for tokens in (ids, padded):
-            batch = {"input_ids": tokens[None], MASK: mask.long()[None]}
-            positions = at[None] if counting == COLUMNS else counted(counting, batch, pad)
-            found = run(tokens, attention_mask=batch[MASK])[:, mask]
-            alike = alike and close(run(tokens, position_ids=positions)[:, mask], found)
-            if not alike:
-                break
-        if alike:
-            return counting
-    return ""
+
+    def alike(counting: str, tokens: Tensor) -> bool:
+        batch = {"input_ids": tokens[None], MASK: mask.long()[None]}
+        positions = at[None] if counting == COLUMNS else counted(counting, batch, pad)
+        found = run(tokens, attention_mask=batch[MASK])[:, mask]
+        return close(run(tokens, position_ids=positions)[:, mask], found)
+
+    both = ids, ids.where(mask, pad)
+    names = (COLUMNS, BY_TOKENS, BY_WORDS)
+    return next((counting for counting in names if all(alike(counting, tokens) for tokens in both)), "")
