@@ -15,6 +15,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE = "it carries a state from token to token (a recurrent or state space model)"
 HYBRID_LAYERS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
+CROSS = "it has cross-attention (an encoder and a decoder)"
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 ASKED = "output_router_logits"
 OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
@@ -60,7 +61,7 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
     if model is not None and not model._can_set_attn_implementation():
         reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        reasons.append("it has cross-attention (an encoder and a decoder)")
+        reasons.append(CROSS)
     return reasons
 
 
@@ -74,7 +75,7 @@ def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: 
     # an encoder alone may have the config of both
     both = model.config.is_encoder_decoder and bool(OF_DECODERS & signature(type(model).forward).parameters.keys())
     if both or getattr(config, "add_cross_attention", False):
-        reasons.append("it has cross-attention (an encoder and a decoder)")
+        reasons.append(CROSS)
     reasons += mixing_layers(config, recurrent=recurrent, shared=shared)
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):

@@ -129,16 +129,17 @@ class HeadCall:
 
     def _refused(self, fit: AtHome, arguments: Mapping[str, Any], replaced: bool) -> Exception | None:
         who, mask = type(self.model).__name__, arguments.get("attention_mask")
-        if self.labels is not None and (reason := "its loss_function was replaced" if replaced else fit.loss):
-            return NotImplementedError(
-                f"labels for {who}: {reason}; leave them out and compute the loss from what it returns"
-            )
-        if self.labels is not None and self.items is not None and (others := ranks_outside(self.model, self.comm)):
-            return NotImplementedError(f"num_items_in_batch for {who}, whose loss ignores it: {others}")
-        if self.labels is not None and self.items is not None and not fit.counted:
-            return NotImplementedError(
-                f"num_items_in_batch for {who}: its loss is not a mean over rows then; leave it out"
-            )
+        if self.labels is not None:
+            if reason := "its loss_function was replaced" if replaced else fit.loss:
+                return NotImplementedError(
+                    f"labels for {who}: {reason}; leave them out and compute the loss from what it returns"
+                )
+            if self.items is not None and (others := ranks_outside(self.model, self.comm)):
+                return NotImplementedError(f"num_items_in_batch for {who}, whose loss ignores it: {others}")
+            if self.items is not None and not fit.counted:
+                return NotImplementedError(
+                    f"num_items_in_batch for {who}: its loss is not a mean over rows then; leave it out"
+                )
         if fit.masked and not has_pad(self.model):
             return NotImplementedError(
                 f"{who}, whose pad_token_id was removed after parallelize: its head reads the last place of a row; set "
@@ -230,11 +231,9 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, **more: Any) -> str
     own = model.config.problem_type
     count = model.config.num_labels
     numbers = torch.arange(ROWS, device=ids.device)
-    some = {
-        SINGLE: numbers % max(count, 1), REGRESSION: (numbers[:, None] + torch.arange(count, device=ids.device)) * 0.5,
-        SEVERAL: ((numbers[:, None] + torch.arange(count, device=ids.device)) % 2).double(),
-    }  # fmt: skip
-    some[REGRESSION] = some[REGRESSION][:, 0] if count == 1 else some[REGRESSION]
+    grid = numbers[:, None] + torch.arange(count, device=ids.device)
+    values = grid[:, 0] if count == 1 else grid
+    some = {SINGLE: numbers % max(count, 1), REGRESSION: values * 0.5, SEVERAL: (grid % 2).double()}
     kinds = [own] if own is not None else [REGRESSION] if count == 1 else [SINGLE, SEVERAL]
     errors = []
     for kind in kinds:
