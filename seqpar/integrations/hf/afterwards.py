@@ -11,7 +11,6 @@ hooks, classes and forwards of a user       warned of: the trial has not seen th
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ class Afterwards:
         self._reaching: Any = None  # what stood in its place when it last ran
         self._numbers = numbers_of(model)
         self._waypoints: list[Waypoint] = []
-        self._own: defaultdict[int, dict[object, str]] = defaultdict(dict)  # a user's code that was tried, by module
+        self._tried = set[tuple[int, object]]()  # a user's code in the trial, as keys of `_user_code`
 
     def note_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """A module has a parallel forward from now on."""
@@ -68,7 +67,7 @@ class Afterwards:
     def note_waypoints(self, callers: Collection[str]) -> None:
         """All forwards are in place. callers: the classes of the modules that call attention and recurrences."""
         self._waypoints = waypoints(self.model, callers)
-        self._own |= self._user_code()
+        self._tried |= self._user_code().keys()
 
     def note_passed(self) -> None:
         """The model's parallel forward runs: what stands in its place calls it."""
@@ -100,13 +99,11 @@ class Afterwards:
     def warn_of_own_code(self) -> None:
         """Warn of code of a user that came since the model was made parallel; the first of several is named."""
         found = self._user_code()
-        new = [(number, key) for number, several in found.items() for key in several.keys() - self._own[number].keys()]
-        if new:
-            number, key = new[0]
-            what = found[number][key]
-            for each, several in found.items():
-                self._own[each] |= several
-            path = next((path for path, each in self.model.named_modules() if id(each) == number), "")
+        new = next((key for key in found if key not in self._tried), None)
+        if new is not None:
+            self._tried |= found.keys()
+            number, what = new[0], found[new]
+            path = next((path for path, module in self.model.named_modules() if id(module) == number), "")
             warnings.warn(
                 f"{path or 'the model'} of a parallel {name_of(self.model)} was given {what}, which sees a rank's "
                 "tokens alone, and nothing has tried whether it mixes, counts or numbers them; put it there before "
@@ -114,10 +111,13 @@ class Afterwards:
                 stacklevel=2,
             )
 
-    def _user_code(self) -> dict[int, dict[object, str]]:
-        """What a user has put on modules, by their ids; other forwards of the model itself are errors."""
-        several = ((module, own_code(module, forwards=module not in self._written)) for module in self.model.modules())
-        return {id(module): found for module, found in several if found}
+    def _user_code(self) -> dict[tuple[int, object], str]:
+        """What a user has put on modules, by their ids and `own_code`'s key; other forwards of the model are errors."""
+        return {
+            (id(module), key): what
+            for module in self.model.modules()
+            for key, what in own_code(module, forwards=module not in self._written).items()
+        }
 
     def check_calls(self, made: int) -> None:
         """Raise NotImplementedError after a forward with fewer calls than the trial, if modules were replaced since."""

@@ -41,19 +41,21 @@ class Towers(NamedTuple):
         kinds = [kind for kind in MEDIA if 0 < sum(kind in each for each in every) < len(every)]
         if not kinds:
             return []
-        lend, unlike, runs = {}, None, self._run_without_input()
-        for kind in kinds if runs else ():  # the smallest input is the cheapest
+        lend, missing, runs = {}, None, self._run_without_input()
+        for kind in kinds if runs else ():
+            # the smallest input is the cheapest
             lender = min((rank for rank, each in enumerate(every) if kind in each), key=lambda r: every[r][kind])
-            if lender == self.comm.rank:
-                if self._features(kind) is None:
-                    unlike = NotImplementedError(
-                        f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run "
-                        f"its towers on a blank input; bring {kind} on every rank, or freeze all parameters outside "
-                        "the text model"
-                    )
-                else:
-                    lend[kind] = self._lent(kind, own)
-        lent = self.comm.gather(f"{what}: shapes of images", (runs, lend), unlike)
+            if lender != self.comm.rank:
+                continue
+            if self._features(kind) is None:
+                missing = NotImplementedError(
+                    f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run its "
+                    f"towers on a blank input; bring {kind} on every rank, or freeze all parameters outside the text "
+                    "model"
+                )
+            else:
+                lend[kind] = self._lent(kind, own)
+        lent = self.comm.gather(f"{what}: shapes of images", (runs, lend), missing)
         training = [rank for rank, (runs, _) in enumerate(lent) if runs]
         if 0 < len(training) < self.comm.size:
             raise ValueError(
