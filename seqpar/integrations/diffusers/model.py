@@ -142,8 +142,7 @@ def _compared(
         facts.own[WEIGHTS] = checks.weights(model, modules)
         facts.own[AVERAGE], facts.own[RANK] = sharing.average_over, global_rank()
         recipe.expand_text(arguments)
-        valid = arguments.get(recipe.mask) if recipe.mask else None
-        sizes = recipe.sizes(model, arguments, valid)
+        sizes = recipe.sizes(model, arguments)
         if recipe.mask and not recipe.masks:
             arguments.pop(recipe.mask, None)
     with errors_on_all_ranks("diffusers: plan=", sharing.comm):
@@ -162,24 +161,26 @@ def _compared(
 
 def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if ranks differ in what they have gathered."""
+    first = facts[0]
     for rank, other in enumerate(facts):
-        for name in facts[0] | other:
-            if name not in (WEIGHTS, RANK) and other.get(name) != facts[0].get(name):
-                if name == PARAMETERS:
-                    raise ValueError(
-                        f"diffusers: the model has {facts[0].get(name)} parameters on rank 0 and {other.get(name)} on "
-                        f"rank {rank}; add the same adapters on every rank"
-                    )
-                if name == AVERAGE:
-                    raise ValueError(
-                        f"diffusers: average_over is {facts[0].get(name)} on rank 0 and {other.get(name)} on rank "
-                        f"{rank}; give every rank the same one"
-                    )
+        for name in first | other:
+            one, another = first.get(name), other.get(name)
+            if one == another or name in (WEIGHTS, RANK):
+                continue
+            if name == PARAMETERS:
                 raise ValueError(
-                    f"diffusers: {name} differs between rank 0 and rank {rank}: {facts[0].get(name)} and "
-                    f"{other.get(name)} (shape, dtype, fingerprint); pass the same whole tensors on every "
-                    "rank, drawn with the same seed"
+                    f"diffusers: the model has {one} parameters on rank 0 and {another} on rank {rank}; add the same "
+                    "adapters on every rank"
                 )
+            if name == AVERAGE:
+                raise ValueError(
+                    f"diffusers: average_over is {one} on rank 0 and {another} on rank {rank}; give every rank the "
+                    "same one"
+                )
+            raise ValueError(
+                f"diffusers: {name} differs between rank 0 and rank {rank}: {one} and {another} (shape, dtype, "
+                "fingerprint); pass the same whole tensors on every rank, drawn with the same seed"
+            )
     if (found := differing([other[WEIGHTS] for other in facts])) is None:
         return
     before, rank, stepped = found

@@ -99,22 +99,39 @@ class ModelRecipe:
     def check(self, named: Named, arguments: Mapping[str, Any]) -> None:
         """Raise NotImplementedError for arguments, settings and modules that cannot be shared."""
         model = named[0][1]
+        self._check_surrounding(named)
+        self._check_arguments(model, arguments)
+        self._check_processors(named)
+        check_alone(named)
+        warn_of_own_code(named)
+        _check_modules(named)
+        self._check_settings(model)
+
+    def _check_surrounding(self, named: Named) -> None:
+        """Raise NotImplementedError for modules that see tokens and are not parallel."""
+        model = named[0][1]
         for name in self.surrounding(named):
-            if not _is_surrounded(model.get_submodule(name)):
+            if not _is_parallel(model.get_submodule(name)):
                 raise NotImplementedError(
                     f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an "
                     "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
                     "alone; call undo() of the handle and parallelize the model again"
                 )
+
+    def _check_arguments(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Raise NotImplementedError for arguments that cannot be shared, TypeError for missing ones."""
         known = {"hidden_states", "return_dict", *self.shared, *self.whole, *filter(None, [self.mask])}
         others = {name: value for name, value in arguments.items() if name not in known and value is not None}
-        if missing := sorted(name for name, value in others.items() if not _is_default(model, name, value)):
-            raise NotImplementedError(f"diffusers: {name_of(model)} with {', '.join(missing)} is not supported")
+        if unknown := sorted(name for name, value in others.items() if not _is_default(model, name, value)):
+            raise NotImplementedError(f"diffusers: {name_of(model)} with {', '.join(unknown)} is not supported")
         if missing := sorted(_needed(type(model)) - {*arguments}):
             raise TypeError(f"diffusers: {name_of(model)} got no {', no '.join(missing)}")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
-            if others := sorted(set(arguments.get(name) or {}) - {"scale"}):
-                raise NotImplementedError(f"diffusers: {name} with {', '.join(others)} is not supported")
+            if unknown := sorted(set(arguments.get(name) or {}) - {"scale"}):
+                raise NotImplementedError(f"diffusers: {name} with {', '.join(unknown)} is not supported")
+
+    def _check_processors(self, named: Named) -> None:
+        """Raise NotImplementedError for attention by another processor or backend."""
         for name, module in attentions(named):
             if (kind := type(module.processor).__name__) not in self.processors:
                 raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
@@ -123,18 +140,9 @@ class ModelRecipe:
                     f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
                     "set_attention_backend('native')"
                 )
-        check_alone(named)
-        warn_of_own_code(named)
-        if drops := active_dropout(named):
-            raise NotImplementedError(
-                f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
-            )
-        for name, module in named:
-            if vars(module).get("_chunk_size") is not None and vars(module).get("_chunk_dim"):
-                raise NotImplementedError(
-                    f"diffusers: {name} runs its feed-forward layer in parts along tokens, which are fewer on each "
-                    "rank; call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples"
-                )
+
+    def _check_settings(self, model: nn.Module) -> None:
+        """Raise NotImplementedError for a config with another value of a setting."""
         for name, supported in self.settings.items():
             # other versions of diffusers may not have the setting
             if (value := model.config.get(name, supported[0])) not in supported:  # type: ignore[union-attr, operator]
@@ -149,7 +157,7 @@ class ModelRecipe:
             if (x := arguments.get(name)) is not None and self.text is not None and x.shape[0] == 1:
                 arguments[name] = x.expand(samples, *x.shape[1:])
 
-    def sizes(self, model: nn.Module, arguments: Mapping[str, Any], valid: Tensor | None) -> TokenCounts:
+    def sizes(self, model: nn.Module, arguments: Mapping[str, Any]) -> TokenCounts:
         """The tokens of a call.
 
         Raises: ValueError for inputs of another number of dims, or a mask whose shape differs from the text's.
@@ -165,6 +173,7 @@ class ModelRecipe:
                 )
             counts["text"] = encoded.shape[1]
         seen, text = None, counts.get("text", 0)
+        valid: Tensor | None = arguments.get(self.mask) if self.mask else None
         if valid is not None:
             if tuple(valid.shape) != (x.shape[0], text):
                 raise ValueError(f"diffusers: {self.mask} {list(valid.shape)}, expected {[x.shape[0], text]}")
@@ -173,6 +182,20 @@ class ModelRecipe:
                 array = np.arange(text) < valid.detach().sum(1, keepdim=True, dtype=torch.int).cpu().numpy()
             seen = None if array.all() else array.tobytes()
         return TokenCounts(x.shape[0], **counts, valid=seen)
+
+
+def _check_modules(named: Named) -> None:
+    """Raise NotImplementedError for dropout, and for layers that run in parts along tokens."""
+    if drops := active_dropout(named):
+        raise NotImplementedError(
+            f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
+        )
+    for name, module in named:
+        if vars(module).get("_chunk_size") is not None and vars(module).get("_chunk_dim"):
+            raise NotImplementedError(
+                f"diffusers: {name} runs its feed-forward layer in parts along tokens, which are fewer on each "
+                "rank; call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples"
+            )
 
 
 @cache
@@ -189,10 +212,10 @@ def _is_default(model: nn.Module, name: str, value: Any) -> bool:
     return parameter is not None and type(value) is type(parameter.default) and bool(value == parameter.default)
 
 
-def _is_surrounded(module: nn.Module) -> bool:
+def _is_parallel(module: nn.Module) -> bool:
     """Whether a module is parallel, or a wrapper of peft's that passes calls on to a copy of it."""
     saved = getattr(module, "modules_to_save", None)
-    passes_on = isinstance(saved, nn.ModuleDict) and all(map(_is_surrounded, saved.values()))
+    passes_on = isinstance(saved, nn.ModuleDict) and all(map(_is_parallel, saved.values()))
     return is_surrounded(module) or passes_on
 
 
