@@ -59,21 +59,9 @@ def _hooks_of(named: Named) -> Iterator[tuple[str, str, object]]:
 
 
 LIBRARIES = {
-    "builtins",
-    "torch",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "peft",
-    "torchao",
-    "bitsandbytes",
-    "deepspeed",
-    "lightning",
-    "pytorch_lightning",
-    "liger_kernel",
-    "trl",
-    "seqpar",
-}
+    "builtins", "torch", "diffusers", "transformers", "accelerate", "peft", "torchao", "bitsandbytes", "deepspeed",
+    "lightning", "pytorch_lightning", "liger_kernel", "trl", "seqpar",
+}  # fmt: skip
 _told: WeakSet[nn.Module] = WeakSet()
 
 

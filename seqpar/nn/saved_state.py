@@ -203,23 +203,20 @@ def is_wrapper(module: nn.Module) -> bool:
 @contextmanager
 def saved(model: nn.Module, arguments: Iterable[Any] = ()) -> Iterator[SavedState]:
     """Restore the model, its arguments, and the random generators of torch, Python and numpy, after the block."""
-    state, drawn, others = (
-        SavedState(model, arguments),
-        torch.get_rng_state(),
-        (random.getstate(), np.random.get_state()),
-    )
+    state = SavedState(model, arguments)
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     devices = {x.device for x in (*model.buffers(), *model.parameters())}
     states = [(i, torch.cuda.get_rng_state(i)) for i in devices if i.type == "cuda"]
     try:
         yield state
     finally:
         state.restore()
-        if not torch.equal(drawn, torch.get_rng_state()):
-            torch.set_rng_state(drawn)
-        if others[0] != random.getstate():
-            random.setstate(others[0])
-        if str(others[1]) != str(np.random.get_state()):
-            np.random.set_state(others[1])
+        if not torch.equal(of_torch, torch.get_rng_state()):
+            torch.set_rng_state(of_torch)
+        if of_python != random.getstate():
+            random.setstate(of_python)
+        if str(of_numpy) != str(np.random.get_state()):
+            np.random.set_state(of_numpy)
         for device, of_device in states:
             torch.cuda.set_rng_state(of_device, device)
 
