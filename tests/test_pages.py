@@ -300,10 +300,10 @@ def test_figures_of_the_page_on_choosing_are_those_of_records() -> None:
 
 
 def beside_planned(planned: dict[int, Any], batch: str, ranks: tuple[int, ...], digits: int) -> str:
-    """How plain data parallelism compares with the plan on so many ranks: '1.1, 1.3 and 2.4 of the planned time'."""
+    """How plain data parallelism compares with the plan on so many ranks: '1.1 and 1.3 times as long as the plan'."""
     cells = [planned[count][batch] for count in ranks]
     parts = [f"{cell['data parallel']['median'] / cell['auto']['median']:.{digits}f}" for cell in cells]
-    return f"{', '.join(parts[:-1])} and {parts[-1]} of the planned time"
+    return f"{', '.join(parts[:-1])} and {parts[-1]} times as long as the plan"
 
 
 def test_lines_of_a_plan_and_of_the_log_are_those_of_the_package() -> None:
