@@ -27,7 +27,8 @@ SCRIPT = re.compile(r"^```python script\n(.*?)^```(?:\n+```text output\n(.*?)^``
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MESHED = re.compile(r"^```python program of 4 ranks\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INSTALLING = ("python3 -m venv", "pip install")  # which tests/test_install.py does, without a network
-CLOSE = 1e-5
+SHOWN = re.compile(r"^```text\n(step 0 loss .*?)^```", re.MULTILINE | re.DOTALL)  # what a program that trains prints
+CLOSE, ROUNDED = 1e-5, 1e-3  # of a loss; the latter where a page shows it
 
 
 def losses(printed: str) -> list[tuple[int, float]]:
@@ -57,7 +58,10 @@ def test_no_page_has_code_that_is_not_run(page: Path) -> None:
 def test_its_program_trains_on_two_ranks_as_on_one(page: Path, programs: Programs, tmp_path: Path) -> None:
     if page.stem in NEEDS:
         pytest.importorskip(NEEDS[page.stem])
-    check_trains_alike(PROGRAM.findall(page.read_text())[0], 2, programs, tmp_path)
+    text = page.read_text()
+    one = check_trains_alike(PROGRAM.findall(text)[0], 2, programs, tmp_path)
+    for shown in map(losses, SHOWN.findall(text)):
+        assert shown == [(step, pytest.approx(loss, rel=ROUNDED)) for step, loss in one]
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if MESHED.search(page.read_text())])
@@ -69,7 +73,8 @@ def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(page: str, program
         assert len(list((tmp_path / "4" / "checkpoint").glob("*.distcp"))) == 4
 
 
-def check_trains_alike(program: str, ranks: int, programs: Programs, folder: Path) -> None:
+def check_trains_alike(program: str, ranks: int, programs: Programs, folder: Path) -> list[tuple[int, float]]:
+    """Check that a program trains on so many ranks as on one, and return the losses on one."""
     script = folder / "program.py"
     script.write_text(program)
     one, two = (losses(programs.ranks(count, script, folder / str(count))[0]) for count in (1, ranks))
@@ -77,6 +82,7 @@ def check_trains_alike(program: str, ranks: int, programs: Programs, folder: Pat
     assert len({loss for _, loss in one}) == len(one), "it trains"
     for (step, expected), (same_step, loss) in zip(one, two, strict=True):
         assert step == same_step and abs(loss - expected) <= CLOSE * abs(expected), (step, loss, expected)
+    return one
 
 
 @pytest.mark.parametrize(
