@@ -39,7 +39,7 @@ class Averaging(NamedTuple):
         return self.divisor * size / len(self.ranks)
 
     def misfit(self, size: int, average_over: int) -> Misfit | None:
-        """What is wrong with a loss for that `average_over`; None if it fits."""
+        """Why a loss for that `average_over` does not fit; None if it does."""
         expected = self.average_over(size)
         if expected % 1 or expected == average_over:
             return None
