@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, PeerError, Tag
@@ -116,7 +116,7 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
     """Which parameters have a gradient on some rank, after checking all ranks' announcements. A collective."""
     # only the comm's global ranks tell whether a mesh shards over them or beside them
     meshed = any(is_dtensor(p) for p in several)
-    ranks = frozenset(comm.gather("sync_gradients: ranks of meshes", global_rank()) if meshed else ())
+    ranks = frozenset(comm.gather("sync_gradients (which ranks)", global_rank()) if meshed else ())
     # the set of gradients may change at every step, so the agreement on parameters rides along
     found = comm.gather("sync_gradients", claim, _refusal(several, ranks))
     for rank, other in enumerate(found):
@@ -453,6 +453,8 @@ def clip_grad_norm(
 
 def _once(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, in order."""
+    if isinstance(parameters, nn.Module):
+        raise TypeError(f"expected parameters, got the model {type(parameters).__name__}; give model.parameters()")
     several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if odd := [x for x in several if not isinstance(x, Tensor)]:
         raise TypeError(f"expected parameters, as of model.parameters(), got {odd[0]!r:.200}")

@@ -138,6 +138,36 @@ def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
     if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(
             f"{name} {list(rows.shape)}, labels {list(labels.shape)} of {labels.dtype}, expected [T, n] and [T] int64"
+            f"{_likely_cure(rows, labels)}"
+        )
+
+
+def _likely_cure(rows: Tensor, labels: Tensor) -> str:
+    """What to do about rows and labels that do not fit each other, where that can be told."""
+    if rows.dim() > 2:
+        return "; drop the batch dimension of both, as by x[0]"
+    if labels.shape == rows.shape[:1]:
+        return "; give labels.long()"
+    if rows.dim() == 2 and labels.dim() == 1 and len(labels) > len(rows):
+        return "; shard the labels too, seqpar.shard(labels, plan, rank)"
+    return ""
+
+
+def check_count(who: str, labels: Tensor, valid: int | Tensor, ignore_index: int) -> None:
+    """Raise ValueError if this rank alone has more labels than `valid`; on the CPU, as a device would be waited for.
+
+    A tensor of fractions does not count labels, and divides the loss as it is.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for x in (labels, valid):
+        if isinstance(x, Tensor) and (type(x) is not Tensor or not x.is_cpu or x.is_floating_point()):
+            return
+    own = int((labels != ignore_index).sum())
+    if own > int(valid):
+        raise ValueError(
+            f"{who}: valid is {int(valid)}, but this rank alone has {own} labels that count; count those of all ranks, "
+            "before they are sharded"
         )
 
 

@@ -26,6 +26,7 @@ from seqpar.train.head import (
     Head,
     blocks,
     capped,
+    check_count,
     check_head,
     check_labels,
     check_rows,
@@ -54,13 +55,14 @@ def cross_entropy(
 
     The sum over all ranks is ``F.cross_entropy`` of the whole batch, NaN if no label counts at all.
 
-    Raises: ValueError for wrong shapes, dtypes or numbers, and on the CPU for labels outside the vocabulary; TypeError
-    for an argument that is not a tensor.
+    Raises: ValueError for wrong shapes, dtypes or numbers, and on the CPU for labels outside the vocabulary and a
+    `valid` below the number of this rank's own labels; TypeError for an argument that is not a tensor.
     """
     check_rows(logits, labels, "logits")
     check_average("cross_entropy", average_over)
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     check_labels("cross_entropy", labels, logits.shape[1], ignore_index)
+    check_count("cross_entropy", labels, valid, ignore_index)
     logits = logits.to(acc_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
     if z_loss:
@@ -103,6 +105,7 @@ def linear_cross_entropy(
     refuse_learned("linear_cross_entropy", valid=valid, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
     check_head("linear_cross_entropy", hidden, weight, bias, softcap, chunk)
     check_labels("linear_cross_entropy", labels, weight.shape[0], ignore_index)
+    check_count("linear_cross_entropy", labels, valid, ignore_index)
     options = _Options(ignore_index, label_smoothing, z_loss, softcap, chunk)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
 

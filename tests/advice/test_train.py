@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,13 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from seqpar import Comm, LocalComm
+import seqpar
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import (
     Mean,
     all_sum,
     check_model,
     clip_grad_norm,
+    cross_entropy,
     grad_norm,
     linear_cross_entropy,
     sync_gradients,
@@ -330,3 +333,60 @@ def test_ranks_freeze_the_same_parameters() -> None:
         return torch.equal(p.grad, torch.full((2,), 2.0))
 
     assert run_threads(2, rank) == [True, True]
+
+
+def test_logits_and_labels_are_rows_of_this_rank_and_numbers_of_tokens() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(8, 5), torch.arange(8) % 5
+    expected = F.cross_entropy(logits, labels)
+    plan = Plan(Mask([8]), Layout.zigzag([8], 2))
+    with advised(ValueError, "drop the batch dimension of both, as by x[0]"):
+        cross_entropy(logits[None], labels[None], valid=8)
+    with advised(ValueError, "give labels.long()"):
+        cross_entropy(logits, labels.int(), valid=8)
+    for given in (logits[None][0], labels[None][0]), (logits, labels.int().long()):
+        assert torch.allclose(cross_entropy(*given, valid=8), expected)
+
+    def rank(comm: Comm) -> Tensor:
+        own = seqpar.shard(logits, plan, comm.rank)
+        with advised(ValueError, "shard the labels too, seqpar.shard(labels, plan, rank)"):
+            cross_entropy(own, labels, valid=8)
+        return cross_entropy(own, seqpar.shard(labels, plan, comm.rank), valid=8)
+
+    assert torch.allclose(sum(run_threads(2, rank)), expected)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_labels_are_counted_before_they_are_sharded(linear: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(8, 3), torch.randn(5, 3)
+    labels = (torch.arange(8) % 5).index_fill(0, torch.tensor(6), -100)
+    plan = Plan(Mask([8]), Layout.contiguous(8, 2))
+
+    def loss(rows: Tensor, labels: Tensor, valid: int | Tensor) -> Tensor:
+        if linear:
+            return linear_cross_entropy(rows, weight, labels, valid=valid)
+        return cross_entropy(rows @ weight.T, labels, valid=valid)
+
+    def rank(comm: Comm) -> Tensor:
+        rows, wanted = (seqpar.shard(x, plan, comm.rank) for x in (hidden, labels))
+        own = int((wanted >= 0).sum())
+        for short in (0, own - 1, torch.tensor(own - 1)):
+            with advised(ValueError, "count those of all ranks, before they are sharded"):
+                loss(rows, wanted, short)
+        assert loss(rows, wanted, torch.tensor(0.5)).isfinite(), "a divisor of one's own"
+        return loss(rows, wanted, int((labels >= 0).sum()))
+
+    assert torch.allclose(sum(run_threads(2, rank)), F.cross_entropy(hidden @ weight.T, labels))
+
+
+def test_parameters_are_given_in_place_of_their_model() -> None:
+    def rank(comm: Comm) -> list[float]:
+        model = nn.Linear(1, 2, bias=False)
+        model.weight.grad = torch.full((2, 1), 1.0 + comm.rank)
+        with advised(TypeError, "give model.parameters()"):
+            sync_gradients(model, comm)  # type: ignore[arg-type]
+        sync_gradients(model.parameters(), comm)
+        return model.weight.grad[:, 0].tolist()  # type: ignore[no-any-return]
+
+    assert run_threads(2, rank) == [[3.0, 3.0]] * 2

@@ -177,7 +177,7 @@ def test_how_many_rows_a_core_computes_at_a_time_changes_no_bit(
 
     hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
     labels = (torch.arange(rows) % 64).masked_fill(torch.arange(rows) % 5 == 0, IGNORED)
-    options = {"valid": 50, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
+    options = {"valid": 60, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
     whole = linear_cross_entropy(hidden, weight, labels, **options)
     monkeypatch.setattr("seqpar.train.head.CACHED", cached)
     with Watch():
@@ -201,8 +201,8 @@ def test_half_precision_gradients_do_not_underflow_by_the_number_of_tokens() -> 
 
 def test_nothing_is_made_for_gradients_that_nobody_needs() -> None:
     hidden, weight, bias, labels = given()
-    assert not linear_cross_entropy(hidden, weight, labels, valid=9, bias=bias).requires_grad
-    loss = linear_cross_entropy(hidden, weight, labels, valid=9, bias=bias.requires_grad_())
+    assert not linear_cross_entropy(hidden, weight, labels, valid=T, bias=bias).requires_grad
+    loss = linear_cross_entropy(hidden, weight, labels, valid=T, bias=bias.requires_grad_())
     (d_bias,) = grads(loss, bias)
     assert d_bias.shape == bias.shape and d_bias.abs().sum() > 0
 
@@ -216,29 +216,29 @@ def test_what_cannot_be_is_refused() -> None:
         {"valid": torch.ones(1)}, {"valid": "9"}, {"label_smoothing": math.nan}, {"z_loss": math.nan},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(change))):
-            cross_entropy(logits, labels, **({"valid": 9} | change))
+            cross_entropy(logits, labels, **({"valid": T} | change))
         with pytest.raises(ValueError, match=next(iter(change))):
-            linear_cross_entropy(hidden, weight, labels, **({"valid": 9} | change))
+            linear_cross_entropy(hidden, weight, labels, **({"valid": T} | change))
     for rows, kept in ((logits[None], labels[None]), (logits, labels[1:]), (logits, labels.int())):
         with pytest.raises(ValueError, match=r"expected \[T, n\]"):
-            cross_entropy(rows, kept, valid=9)
+            cross_entropy(rows, kept, valid=T)
     with pytest.raises(ValueError, match="at least one row"):
-        linear_cross_entropy(hidden, weight, labels, valid=9, chunk=0)
+        linear_cross_entropy(hidden, weight, labels, valid=T, chunk=0)
     with pytest.raises(ValueError, match=r"expected \[T, E\], \[V, E\]"):
-        linear_cross_entropy(hidden, weight.t(), labels, valid=9)
+        linear_cross_entropy(hidden, weight.t(), labels, valid=T)
     for bias in (torch.zeros(T, V), torch.zeros(1), torch.zeros(V - 1), torch.zeros(V, 1), torch.zeros(V).long()):
         with pytest.raises(ValueError, match=r"bias \[.*, expected floating point \[11\]"):
-            linear_cross_entropy(hidden, weight, labels, valid=9, bias=bias)
+            linear_cross_entropy(hidden, weight, labels, valid=T, bias=bias)
     for cap in (-3.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"softcap={cap}"):
-            linear_cross_entropy(hidden, weight, labels, valid=9, softcap=cap)
+            linear_cross_entropy(hidden, weight, labels, valid=T, softcap=cap)
 
     for change in ({"chunk": 2.5}, {"softcap": None}):
         with pytest.raises(ValueError, match=next(iter(change))):
-            linear_cross_entropy(hidden, weight, labels, valid=9, **change)
+            linear_cross_entropy(hidden, weight, labels, valid=T, **change)
 
 
-@pytest.mark.parametrize("call", [partial(linear_cross_entropy, valid=9), token_log_probs])
+@pytest.mark.parametrize("call", [partial(linear_cross_entropy, valid=T), token_log_probs])
 def test_a_head_on_another_device_is_named(call: Any) -> None:
     hidden, weight, bias, labels = given()
     for name in ("weight", "bias"):
@@ -270,10 +270,10 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
     for other in (np.zeros((T, E)), [0.0] * V, *([] if name == "bias" else [None])):
         with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
             if name == "logits":
-                cross_entropy(other, labels, valid=9)
+                cross_entropy(other, labels, valid=T)
             else:
                 arguments = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, name: other}
-                linear_cross_entropy(**arguments, valid=9)
+                linear_cross_entropy(**arguments, valid=T)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
