@@ -389,3 +389,19 @@ def test_decays_of_pads_are_not_checked() -> None:
             recurrent.channel_scan(x, decay, plan, comm)
 
     run_threads(2, rank)
+
+
+def test_decays_of_a_plans_first_layer_are_checked_without_a_check_of_every_call() -> None:
+    def rank(comm: Comm) -> None:
+        comm.check_every = "batch"
+        plan = Plan(Mask([6]), seqpar.Layout.contiguous(6, 2))
+        x, decay = torch.ones(3, 2), -torch.ones(3, 2)
+        for growing in (decay.abs(), decay.neg().index_fill(0, torch.tensor([0, 1]), -1.0)):
+            with pytest.raises(ValueError, match="holds logarithms at or below 0, got 1.0; give log"):
+                recurrent.linear_attention(x[..., None], x[..., None], x[..., None], plan, comm, decay=growing)
+            with pytest.raises(ValueError, match="holds logarithms at or below 0, got 1.0; give log"):
+                recurrent.channel_scan(x, growing, plan, comm)
+        assert recurrent.linear_attention(x[..., None], x[..., None], x[..., None], plan, comm).isfinite().all()
+        assert recurrent.channel_scan(x, decay, plan, comm).isfinite().all()
+
+    run_threads(2, rank)
