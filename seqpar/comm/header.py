@@ -65,8 +65,9 @@ def mismatch(
 ) -> str:  # fmt: skip
     """The reason for an error: `sender` and `receiver` have different headers.
 
-    own, before: this rank's exchange and those it posted before; a header of the same verb is named like them. refused:
-    returns why a rank refused the call of a header, or "".
+    own, before: this rank's exchange and those it posted before; a header of the same verb is named like them, by the
+    number of its part if this rank has not come to that. refused: returns why a rank refused the call of a header, or
+    "".
     """
     for rank, header in ((sender, sent), (receiver, expected)):
         if why := refused(rank, header):
@@ -75,10 +76,13 @@ def mismatch(
                 'what it expects, or a comm with check="call", which lives on'
             )
     names = {(tag.digest, tag.phase): tag.name for tag in before if tag.phase >= 0}
+    verbs = {digest: name.partition(" (")[0] for (digest, _), name in names.items() if name}
 
     def words(header: Header) -> str:
         tag = Tag(header.digest, header.call, header.phase, header.stage)
         name = own.name if tag.numbers == own.numbers else names.get((tag.digest, tag.phase), "")
+        if not name and tag.digest in verbs and tag.phase >= 0:
+            name = f"{verbs[tag.digest]} (part {tag.phase})"
         among = f" in sub {header.scope:x}" if header.scope else ""
         return f"{describe(tag._replace(name=name))}{among}, with {header.tensors} tensors of {header.bytes} bytes"
 

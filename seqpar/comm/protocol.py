@@ -378,11 +378,13 @@ class Contribution(NamedTuple):
     error: Exception | None
 
     @classmethod
-    def of(cls, what: str, facts: Mapping[str, object], error: Exception | None, value: object = None) -> Contribution:
-        """The contribution of a rank, with an error if a fact has no `repr` or its value does not pickle.
+    def of(cls, what: str, facts: Any, error: Exception | None, value: object = None) -> Contribution:
+        """The contribution of a rank, with an error if facts are unnamed or have no `repr`, or a value does not pickle.
 
         That is not raised here, since the other ranks wait for this one to tell them.
         """
+        if not isinstance(facts, Mapping):
+            error = TypeError(f"{what}: facts must be a mapping of names to values, got {facts!r:.200}; give a dict")
         if error is None:
             try:
                 return cls(Claim.of(what, facts, None), pickle.dumps(value), None)
@@ -409,9 +411,13 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
         values[name] = [claim.facts.get(name, "not given") for claim in claims]
     for name, by_rank in values.items():
         if len(set(by_rank)) > 1:
-            error = ValueError(
-                f"{claims[0].what}: ranks differ in {name}: {_by_value(by_rank)}; give all ranks the same"
-            )
+            told = f"{claims[0].what}: ranks differ in {name}: {_by_value(by_rank)}; give all ranks the same"
+            if name == "the call":
+                told = (
+                    f"{told.rpartition(';')[0]}; make the same calls on all ranks, and evaluate on one rank inside "
+                    "`with handle.local():`"
+                )
+            error = ValueError(told)
             error.differing = name  # type: ignore[attr-defined]  # for who has a better word on that fact
             raise error
 

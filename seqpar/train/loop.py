@@ -54,12 +54,13 @@ _opening = threading.Lock()  # around uses of the set, since ranks may be thread
 class Loop:
     """The ranks' shared view of the training loop around a model. Created as a collective of the comm's ranks.
 
-    average_over: the number of ranks over which a wrapper averages the gradients; 1 if they are summed.
+    average_over: the number of ranks over which a wrapper averages the gradients; 1 if they are summed. within: where
+    ranks are meanwhile, for messages.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm, *, average_over: int = 1) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, *, average_over: int = 1, within: str = "parallelize") -> None:
         self.model, self.comm, self.average_over = model, comm, average_over
-        self._ranks = frozenset(comm.gather("parallelize: ranks of meshes", global_rank()))
+        self._ranks = frozenset(comm.gather(f"{within}({type(model).__name__})", global_rank()))
         self._sample: list[Sampled] = []
         self._hooks: list[RemovableHandle] = []
         self._places: list[BufferPlace] | None = []  # of buffers; None once ranks were told that these differ

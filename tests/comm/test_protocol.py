@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar.comm import Stats, Tag
+from seqpar.comm import Comm, Stats, Tag
+from seqpar.comm.header import AGREEING, Header, mismatch
 from seqpar.comm.protocol import INSIDE, MESSAGES_PER_EXCHANGE, Claim, raise_first, rounds
+from seqpar.testing import run_threads
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,6 +54,28 @@ def test_settle_says_who_gave_what(claims, expected):
     with pytest.raises(ValueError) as raised:
         raise_first([Claim.of(what, facts, None) for what, facts in claims], None)
     assert expected in str(raised.value)
+    said = "make the same calls on all ranks, and evaluate on one rank inside `with handle.local():`"
+    assert str(raised.value).endswith(f"; {said}" if "the call" in expected else "; give all ranks the same")
+
+
+def test_facts_are_a_mapping() -> None:
+    def rank(comm: Comm) -> None:
+        with pytest.raises(TypeError, match="step: facts must be a mapping of names to values, got 3; give a dict"):
+            comm.agree("step", 3)  # type: ignore[arg-type]
+        comm.agree("step", {"number": 3})
+
+    run_threads(2, rank)
+
+
+def test_a_part_of_a_verb_that_this_rank_has_not_come_to_has_the_verbs_name() -> None:
+    before = [Tag(7, 0, 1, 0, "attention (forward, keys and values)")]
+    own = Tag(0, 3, AGREEING, 0, "sync_gradients (gathering)")
+    headers = [Header.of(0, tag, [torch.empty(2)]) for tag in (Tag(7, 0, 4, 1), own, Tag(8, 0, 4, 1))]
+    for header, said in (
+        (headers[0], "attention (part 4), call 0 stage 1"),
+        (headers[2], "call 0 phase 4 stage 1 with"),
+    ):
+        assert f"rank 0 sent for {said}" in mismatch(0, header, 1, headers[1], own, before)
 
 
 def test_a_tag_reads_as_a_sentence():

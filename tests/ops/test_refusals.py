@@ -154,7 +154,11 @@ FACTS = (
     ),
     (
         lambda: seqpar.shard(torch.zeros(3), Plan(Mask([4]), Layout.contiguous(4, 2)), 0),
-        r"shard along dim 0 of \[3\], expected 4",
+        r"shard along dim 0 of \[3\], expected 4 tokens$",
+    ),
+    (
+        lambda: seqpar.shard(torch.zeros(1, 4), Plan(Mask([4]), Layout.contiguous(4, 2)), 0),
+        r"shard along dim 0 of \[1, 4\], expected 4 tokens; give dim=1, which has them$",
     ),
     (lambda: seqpar.shard(torch.zeros(4), Plan(Mask([4]), Layout.contiguous(4, 2)), 2), "rank 2 is not one of"),
     (lambda: seqpar.shard(torch.zeros(4), Plan(Mask([4]), Layout.contiguous(4, 2)), -1), "rank -1 is not one of"),
@@ -191,6 +195,11 @@ def sparse_last(x: Tensor) -> Tensor:
 
 BAD: dict[str, tuple[Callable[[dict], dict], type[Exception], str]] = {
     "rows": (changed("q", lambda q: q[:-1]), ValueError, r"q on rank \d must have \d+ rows.*got \d"),
+    "heads first": (
+        lambda a: a | {n: a[n].transpose(0, 1) for n in "qkv"},
+        ValueError,
+        r"q on rank \d must have \d+ rows.*, with them at dim 1; give \[rows, heads, dim\]",
+    ),
     "key rows": (lambda a: a | {n: torch.cat([a[n], a[n]]) for n in "kv"}, ValueError, r"k and v on rank \d must have"),
     "k without v": (changed("k", lambda k: k[:-1]), ValueError, r"expected .* got q \["),
     "mixed dtypes": (

@@ -17,7 +17,7 @@ from seqpar.kernels import CallSpec, Kernel, Score, StepFacts, acc_dtype, choose
 from seqpar.kernels.memory.upload import UploadBuffer, upload
 from seqpar.ops.attention.rows import UploadedSteps, numbers
 from seqpar.ops.attention.signature import Signature
-from seqpar.ops.core.agreement import digest_of_call, plan_key
+from seqpar.ops.core.agreement import digest_of_call, plan_fact, plan_key
 from seqpar.ops.core.collective_op import Record
 from seqpar.ops.core.device import stream_of
 from seqpar.plan import Part, Plan, Step, StepBand, head_blocks, head_share, replicated
@@ -103,7 +103,7 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
         )
     kernel = choose(s.kernel, s.spec(plan))
     facts = s.facts(kernel.name)
-    whole = {"plan": plan.digest(), **facts}
+    whole = {"plan": plan_fact(plan), **facts}
     row_bytes = plan.row_bytes(s.heads, s.kv_heads, s.dim, s.v_dim, s.dtype.itemsize)
     steps = plan.steps(rank, row_bytes=row_bytes)
     parts = [step.part for step in steps if step.first]

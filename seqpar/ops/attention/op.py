@@ -103,6 +103,11 @@ def _first(plan: Plan, comm: Comm, signature: Signature) -> Recipe:
 
 def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:
     name, x, rows = ("q", q, recipe.rows[0]) if q.shape[0] != recipe.rows[0] else ("k and v", k, recipe.rows[1])
+    if rows and rows in x.shape[1:]:
+        return (
+            f"{name} on rank {comm.rank} must have {rows} rows, as the plan's layout says, got {list(x.shape)}, with "
+            f"them at dim {list(x.shape).index(rows)}; give [rows, heads, dim]"
+        )
     return (
         f"{name} on rank {comm.rank} must have {rows} rows, as the plan's layout says, got {x.shape[0]}; seqpar.shard "
         "makes them"

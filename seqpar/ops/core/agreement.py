@@ -11,6 +11,7 @@ import torch
 from seqpar.comm import Comm, PeerError
 from seqpar.comm.entry import entered, refuse_transforms
 from seqpar.comm.header import hash63
+from seqpar.facts.mask import Mask
 from seqpar.ops.core.compared import UNDER_WAY, comparable, due, overdue
 from seqpar.plan import Plan
 
@@ -71,6 +72,13 @@ class agreement:
             if error is None:
                 raise
             return  # the other ranks rely on what they remember; this rank's own error is raised
+        except ValueError as refused:
+            if getattr(refused, "differing", "") != "plan":
+                raise
+            raise ValueError(
+                f"{str(refused).rpartition('; ')[0]}; make one plan from the same lengths on every rank, or where each "
+                "rank loads its own batch, use seqpar.data.share"
+            ) from None
         if not self.every:
             remember(self.comm, *self.keys)
 
@@ -130,6 +138,26 @@ def remember(comm: Comm, *keys: int, known: object = True) -> None:
             comm.agreed[key] = known
         while len(comm.agreed) > REMEMBERED:
             del comm.agreed[next(iter(comm.agreed))]
+
+
+class PlanFact(str):
+    """A plan as a fact: its digest, which in messages is told in words. Keeps no plan alive."""
+
+    plan: tuple[Mask, int]  # its mask and ranks
+
+    def __repr__(self) -> str:
+        return f"{self.plan[0]!r} on {self.plan[1]} ranks, plan {self[:16]}"
+
+
+def plan_fact(plan: Plan) -> PlanFact:
+    """A plan as ranks compare it; cached."""
+    return plan.memo("fact", lambda: _plan_fact(plan))  # type: ignore[no-any-return]
+
+
+def _plan_fact(plan: Plan) -> PlanFact:
+    fact = PlanFact(plan.digest())
+    fact.plan = plan.mask, plan.ranks
+    return fact
 
 
 def plan_key(plan: Plan) -> int:

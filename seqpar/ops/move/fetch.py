@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
-from seqpar.ops.core.agreement import agreement, digest_of_call
+from seqpar.ops.core.agreement import agreement, digest_of_call, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, check_dense
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import MoveRecord, Moves, move_rows
@@ -105,7 +105,7 @@ def _moves(plan: Plan, rank: int) -> Moves:
 def _facts(plan: Plan, xs: Sequence[Tensor], grads: Sequence[bool]) -> tuple[dict[str, object], int]:
     """The facts of a call that ranks compare, and their digest."""
     facts: dict[str, object] = {
-        "plan": plan.digest(), "dtype": [x.dtype for x in xs], "device": [x.device.type for x in xs],
+        "plan": plan_fact(plan), "dtype": [x.dtype for x in xs], "device": [x.device.type for x in xs],
         "other dims": [list(x.shape[1:]) for x in xs], "requires grad": list(grads),
     }  # fmt: skip
     return facts, digest_of_call("fetch", facts)

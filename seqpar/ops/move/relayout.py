@@ -25,6 +25,7 @@ from seqpar.ops.core.agreement import (
     check_ranks,
     digest_of_call,
     errors_on_all_ranks,
+    plan_fact,
     remember,
 )
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
@@ -169,7 +170,9 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
     _check_tensor("shard", x, dim)
     rows = plan.rows(rank, side)
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != layout.total:
-        raise ValueError(f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens")
+        told = f"shard along dim {dim} of {list(x.shape)}, expected {layout.total} tokens"
+        has_them = [at for at, size in enumerate(x.shape) if size == layout.total]
+        raise ValueError(told + (f"; give dim={has_them[0]}, which has them" if has_them else ""))
     if in_graph(x):  # a layout must not keep a graph's tensors
         taken = torch.from_numpy(layout.positions(rank)).to(x.device)
     else:
@@ -304,7 +307,7 @@ def _unshard(
     with agreement("unshard", comm) as call:
         moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(plan, side, comm))
         _check_rows(rows, moves, comm)
-        call.facts = {"plan": plan.digest(), "dim": dim, "side": side} | facts_of_rows(x, grads[0])
+        call.facts = {"plan": plan_fact(plan), "dim": dim, "side": side} | facts_of_rows(x, grads[0])
         if comm.size > 1:
             key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))

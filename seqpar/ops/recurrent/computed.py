@@ -18,7 +18,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.attention.source import plan_and_comm
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys
+from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys, plan_fact
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import Tensors, check_dense
 from seqpar.ops.core.compared import element_hash
@@ -78,7 +78,7 @@ def computed(
         way = way_of_layer(plan, travel, asked.layer)
         note(comm, tables_of, travel, asked.layer, asked.kernel, v.device)
         agreed.facts = {
-            "plan": plan.digest(), "dtype": v.dtype, "device": v.device.type, **asked.facts,
+            "plan": plan_fact(plan), "dtype": v.dtype, "device": v.device.type, **asked.facts,
             "initial": initial is not None, "scale": asked.scale, "normalize": asked.normalize,
             "kernel": asked.kernel.name, "travel": way[:2], "return_state": bool(return_state),
             # where rows move, a rank computes gradients of rows of others

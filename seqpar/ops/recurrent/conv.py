@@ -24,7 +24,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
-from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys
+from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys, plan_fact
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
 from seqpar.ops.core.device import stream_of
@@ -157,7 +157,7 @@ def _conv(
         reach, size = weight.shape[1] - 1, x.shape[1] * x.itemsize
         way = way_of_rows(plan, reach, size, travel)
         note(comm, tables_of, reach, size, travel)
-        own = {"plan": plan.digest(), "taps": reach + 1, "activation": activation, "bias": bias is not None}
+        own = {"plan": plan_fact(plan), "taps": reach + 1, "activation": activation, "bias": bias is not None}
         own["travel"] = way.travel
         call.facts = own | facts_of_rows(x, True in grads)
         if comm.size > 1:

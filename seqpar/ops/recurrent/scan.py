@@ -17,7 +17,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call
+from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
 from seqpar.ops.core.repetition import check_repetition
@@ -91,7 +91,7 @@ def _scan(
         way = way_of_states(plan, travel, layer)
         note(comm, tables_of, travel, layer)
         call.facts = {
-            "plan": plan.digest(), "dtypes": (states.dtype, maps.dtype), "device": states.device.type,
+            "plan": plan_fact(plan), "dtypes": (states.dtype, maps.dtype), "device": states.device.type,
             "dims": (states.shape[1:], maps.shape[1:]), "travel": way[:2], "requires grad": True in grads,
         }  # fmt: skip
         if comm.size > 1:
