@@ -277,3 +277,22 @@ def test_ranks_bring_batches_of_their_own_or_say_that_they_do_not(way: str) -> N
         assert all(map(is_right, run_threads(2, rank, "sharded", True)))
     else:
         assert run_threads(2, rank, "replicated", False) == pytest.approx([ALONE] * 2, rel=1e-5)
+
+
+def test_every_rank_prefetches_as_many_batches() -> None:
+    def rank(comm: Comm, drop_last: bool) -> int:
+        model = copy.deepcopy(MODEL)
+        handle = seqpar.parallelize(model, comm)
+        rows = EVERY[0]["input_ids"][:1].expand(4 + comm.rank, -1)
+        loader = torch.utils.data.DataLoader(
+            [{"input_ids": row, "labels": row} for row in rows], batch_size=2, drop_last=drop_last
+        )
+        with torch.no_grad():
+            return sum(bool(model(**batch).loss.isfinite()) for batch in handle.prefetch(loader))
+
+    def uneven(comm: Comm) -> None:
+        with advised(ValueError, "give every rank as many batches, as by drop_last=True of a DataLoader"):
+            rank(comm, False)
+
+    run_threads(2, uneven)
+    assert run_threads(2, rank, True) == [2, 2]

@@ -136,7 +136,8 @@ def _told(
     if ended:
         raise ValueError(
             f"prefetch: the loader of rank {ended[0]} ended before that of rank "
-            f"{next(rank for rank in range(comm.size) if rank not in ended)}, but every forward needs all ranks"
+            f"{next(rank for rank in range(comm.size) if rank not in ended)}, but every forward needs all "
+            "ranks; give every rank as many batches, as by drop_last=True of a DataLoader"
         )
     if replicated:
         return batch, frozen(every[0]), None
