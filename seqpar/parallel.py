@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seqpar.comm import Comm
+from seqpar.comm.local import warn_alone
 from seqpar.ops import bind
 from seqpar.ops.core.backward import backward_pass, next_node, node_under_way
 from seqpar.plan import Plan
@@ -110,10 +111,12 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
 
     Raises: ValueError if the plan and the comm differ in ranks; and on all ranks if only some go on after an error.
     """
-    if not isinstance(plan, Plan) or plan.ranks != comm.size:
-        raise ValueError(f"parallel: expected a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
+    if not isinstance(plan, Plan) or plan.ranks != getattr(comm, "size", None):
+        raise _unfit(plan, comm)
     before = _blocks.get(comm, 0)
     _blocks[comm] = before + 1
+    if not before:
+        warn_alone(comm, "parallel", stacklevel=4)
     if comm in _left:
         if comm.size > 1:  # the same number of blocks on all ranks, so that none is a batch ahead from here on
             comm.agree(AFTER, {"blocks before": before})
@@ -135,6 +138,20 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
             own.ended.append(EndedBlock(block))
         if own.open and (block.used or block.above):
             own.open[-1].first, own.open[-1].above = next_node(), True
+
+
+def _unfit(plan: object, comm: object) -> Exception:
+    """The error for other arguments than a plan and a comm of as many ranks."""
+    if isinstance(plan, Comm) and isinstance(comm, Plan):
+        return TypeError("parallel: got a comm and a plan; give the plan first, parallel(plan, comm)")
+    if not isinstance(comm, Comm):
+        return TypeError(f"parallel: expected a plan and a comm, got {comm!r:.200} for its comm")
+    return ValueError(f"parallel: expected a plan for the comm's {comm.size} ranks, got {plan!r:.200}")
+
+
+def surrounded() -> bool:
+    """Whether a block is open on this thread, or a backward pass is under way, which may repeat what was inside one."""
+    return bool(_own.blocks.open) or node_under_way() >= 0
 
 
 def surrounding() -> Surrounding:

@@ -384,6 +384,11 @@ def waited(doing: str, timeout: float, *peers: int, more: str = "") -> str:
     )
 
 
+def is_group(x: object) -> bool:
+    """Whether a comm can be made of x: a process group or a device mesh."""
+    return dist.is_available() and isinstance(x, (dist.ProcessGroup, dist.device_mesh.DeviceMesh))
+
+
 def process_group(name: str, group: Any) -> dist.ProcessGroup:
     """The process group of a constructor's argument: a group, a 1-D mesh, or None for the default group.
 

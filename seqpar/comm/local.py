@@ -31,21 +31,25 @@ import logging
 import pickle
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, Done, WorkBase
 from seqpar.comm.entry import enters, uncompiled
+from seqpar.comm.owner import in_some_comm
 from seqpar.comm.protocol import (
     INSIDE,
     LANES,
     NO_FACTS,
+    Comm,
     Contribution,
     PeerError,
     Stats,
@@ -558,3 +562,20 @@ class LocalComm(CommBase[_LocalChannel]):
         """Every rank's claim, by rank."""
         key = self._scope, next(self._counter("agree"))
         return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what)
+
+
+def warn_alone(comm: Comm, who: str, *, stacklevel: int) -> None:
+    """Warn once of a `LocalComm()` where torch.distributed has several processes, which would all compute alone.
+
+    Not if this process is in a comm of processes too, as that of a program that compares with one rank.
+    """
+    if type(comm) is not LocalComm or comm._world.size > 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+    if dist.get_world_size() == 1 or in_some_comm() or comm._counters.setdefault("warned", False):
+        return
+    comm._counters["warned"] = True
+    warnings.warn(
+        f"{who}: LocalComm() is one rank, but torch.distributed has {dist.get_world_size()} processes, and each would "
+        "compute alone; give seqpar.GroupComm(), or seqpar.GroupComm(group) of this process if one is meant",
+        stacklevel=stacklevel,
+    )

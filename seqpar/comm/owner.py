@@ -8,6 +8,13 @@ import weakref
 
 from seqpar.comm.protocol import PeerError
 
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def in_some_comm() -> bool:
+    """Whether this process is a rank of a comm of processes."""
+    return any(owner.in_own_process for owner in _owners)
+
 
 class Owner:
     """The process that created a comm.
@@ -19,6 +26,7 @@ class Owner:
     def __init__(self, holder: object, rank: int, held: list[object]) -> None:
         self._process, self._rank = os.getpid(), rank
         weakref.finalize(holder, _let_go, self._process, held)
+        _owners.add(self)
 
     @property
     def in_own_process(self) -> bool:

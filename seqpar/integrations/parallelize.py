@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from seqpar.comm import Comm
+from seqpar.comm.base import is_group
+from seqpar.comm.local import warn_alone
 from seqpar.integrations.adapters import is_of, unwrapped
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         model = unwrapped(model)
     if plan is not None:
         options["plan"] = plan
+    if sdpa and "average_over" in options:
+        raise TypeError(
+            f"parallelize({type(model).__name__}, sdpa=True, average_over=): the loss is computed outside of this model; "
+            "give average_over to seqpar.train.cross_entropy or linear_cross_entropy"
+        )
     return _parallelize_of(model, sdpa, staged="spec" in options)(model, comm, **options)
 
 
@@ -102,10 +109,11 @@ def _check(model: object, comm: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize: expected a model, an nn.Module, got {type(model).__name__}")
     if not isinstance(comm, Comm):
-        raise TypeError(
-            f"parallelize({type(model).__name__}, {comm!r:.200}): expected a comm of the ranks; give "
-            "seqpar.GroupComm(), or seqpar.LocalComm() for one rank"
-        )
+        told = f"parallelize({type(model).__name__}, {comm!r:.200}): expected a comm of the ranks"
+        if is_group(comm):
+            raise TypeError(f"{told}; give seqpar.GroupComm(group), of that group or mesh of one dimension")
+        raise TypeError(f"{told}; give seqpar.GroupComm(), or seqpar.LocalComm() for one rank")
+    warn_alone(comm, f"parallelize({type(model).__name__})", stacklevel=4)
 
 
 def _check_order(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.parallel import surrounding
 from seqpar.testing import dense_attention, run_processes, run_threads
-from seqpar.train import cross_entropy
+from seqpar.train import cross_entropy, token_mean
 from tests.advice.remedies import advised, default_group
 from tests.integrations.probe.models import ALONE as ALONE_BY_ROWS
 from tests.integrations.probe.models import made
@@ -617,3 +619,225 @@ def averaged(comm: Comm) -> bool:
 
 def test_a_loss_is_told_what_averages_its_gradients() -> None:
     assert run_processes(2, averaged) == [True, True]
+
+
+def test_samples_heads_and_rows_come_in_torchs_order() -> None:
+    with advised(ValueError, "give [B, H, T, D], as by x.transpose(1, 2)"):
+        on_two_ranks(lambda comm, rows: F.scaled_dot_product_attention(*rows[:, None], is_causal=True))
+
+    def turned(comm: Comm, rows: Tensor) -> Tensor:
+        x = rows[:, None].transpose(2, 3)
+        return F.scaled_dot_product_attention(*x, is_causal=True)[0].transpose(0, 1)
+
+    assert torch.allclose(on_two_ranks(turned), expected())
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_one_sample_of_rows_is_not_rows_of_samples(local: bool) -> None:
+    def apart(x: Tensor) -> Tensor:
+        """[T, H, 1, D] in place of [1, H, T, D]."""
+        return F.scaled_dot_product_attention(*x.unsqueeze(3), is_causal=True)[:, :, 0]
+
+    with advised(ValueError, "give the model [1, T] in place of [T, 1], or name such calls by local="):
+        on_two_ranks(lambda comm, rows: apart(rows))
+    if not local:
+        assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
+        return
+
+    def rank(comm: Comm) -> bool:
+        rows = seqpar.shard(WHOLE, PLAN, comm.rank, dim=1)
+        with seqpar.sdpa(PLAN, comm, local=lambda query, key: query.shape[-2] == 1):
+            attended(rows, is_causal=True)
+            return torch.equal(apart(rows), rows[2])
+
+    assert all(run_threads(2, rank))
+
+
+def test_a_layer_of_a_batch_is_built_with_batch_first() -> None:
+    full = PLAN.with_mask(Mask([TOKENS], causal=False))
+    want = multihead(WHOLE[0].flatten(1), need_weights=False)
+    layer = nn.MultiheadAttention(HEADS * DIM, HEADS, dtype=torch.float64, batch_first=True)
+    layer.load_state_dict(MULTIHEAD.state_dict())
+
+    def with_batch(layer: nn.MultiheadAttention) -> Callable[[Comm, Tensor], Tensor]:
+        def attend(comm: Comm, rows: Tensor) -> Tensor:
+            x = rows[0].flatten(1)[None]
+            return layer(x, x, x, need_weights=False)[0][0]
+
+        return attend
+
+    with advised(ValueError, "build the layer with batch_first=True"):
+        on_two_ranks(with_batch(MULTIHEAD), full)
+    assert torch.allclose(on_two_ranks(with_batch(layer), full), want)
+
+
+class Dropping(Model):
+    """The model with dropout of attention."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = self.linear(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_dropout_of_attention_is_given_a_seed_once_or_for_each_step(way: str) -> None:
+    torch.manual_seed(1)
+    model, x = Dropping(), WHOLE[0].flatten(1)
+
+    def rank(comm: Comm, seed: int | None) -> Tensor:
+        plan = PLAN if comm.size > 1 else ALONE
+        own, rows = Dropping(), seqpar.shard(x, plan, comm.rank)[None]
+        own.load_state_dict(model.state_dict())
+        found = []
+        if way == "model":
+            seqpar.parallelize(own, comm, sdpa=True, plan=plan, dropout_seed=seed)
+        for step in range(2):
+            if way == "model":
+                y = own(rows)
+            else:
+                with seqpar.sdpa(plan, comm, dropout_seed=None if seed is None else step):
+                    y = own(rows)
+            found.append(seqpar.unshard(y[0].detach(), plan, comm))
+        return torch.stack(found)
+
+    def refused(comm: Comm) -> None:
+        with advised(
+            ValueError,
+            "give parallelize(..., sdpa=True, dropout_seed=0), or seqpar.sdpa(plan, comm, dropout_seed=step)",
+        ):
+            rank(comm, None)
+
+    run_threads(2, refused)
+    one, (two, _) = rank(LocalComm(), 0), run_threads(2, rank, 0)
+    assert torch.allclose(one, two) and not torch.allclose(two[0], two[1])
+
+
+def test_a_forward_is_surrounded_by_its_plan_or_is_of_one_rank() -> None:
+    torch.manual_seed(1)
+    model, x = Model(), WHOLE[0].flatten(1)
+    out = model(x[None])
+
+    def rank(comm: Comm) -> bool:
+        own = Model()
+        own.load_state_dict(model.state_dict())
+        rows = seqpar.shard(x, PLAN, comm.rank)[None]
+        handle = seqpar.parallelize(own, comm, sdpa=True)
+        with advised(
+            RuntimeError,
+            "call it inside `with seqpar.parallel(plan, comm):`, or on this rank alone inside "
+            "`with handle.local():`, where handle is what `parallelize` returned",
+        ):
+            own(rows)
+        with handle.local():
+            alone = torch.equal(own(x[None]), out)
+        with seqpar.parallel(PLAN, comm):
+            y = own(rows)
+        return alone and torch.allclose(seqpar.unshard(y[0], PLAN, comm), out[0])
+
+    assert all(run_threads(2, rank))
+
+
+class Convolving(Model):
+    """The model behind a causal depthwise convolution of 3 taps, PyTorch's or seqpar's."""
+
+    def __init__(self, of_torch: bool) -> None:
+        super().__init__()
+        convolution = nn.Conv1d(HEADS * DIM, HEADS * DIM, 3, padding=2, groups=HEADS * DIM, dtype=torch.float64)
+        self.weight, self.bias = convolution.weight, convolution.bias
+        self.convolution = convolution if of_torch else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.convolution is not None:
+            return super().forward(self.convolution(x.mT)[..., : x.shape[1]].mT)
+        around = surrounding()
+        y = seqpar.recurrent.causal_conv1d(x[0], self.weight[:, 0], self.bias, around.plan, around.comm)
+        return super().forward(y[None])
+
+
+@pytest.mark.parametrize("way", ["recurrent", "alone"])
+def test_a_causal_convolution_is_seqpars_or_a_rank_has_whole_sequences(way: str) -> None:
+    torch.manual_seed(1)
+    model, x = Convolving(True), WHOLE[0].flatten(1)
+    out = model(x[None])
+    with advised(
+        NotImplementedError,
+        "compute a causal depthwise convolution by seqpar.recurrent.causal_conv1d, or train with data parallelism, "
+        "whole sequences on each rank",
+    ):
+        seqpar.parallelize(model, LocalComm(), sdpa=True)
+    if way == "alone":
+        assert torch.equal(model(x[None]), out)
+        return
+
+    def rank(comm: Comm) -> Tensor:
+        own = Convolving(False)
+        own.load_state_dict(model.state_dict(), strict=False)
+        with seqpar.sdpa(PLAN, comm):
+            y = own.forward(seqpar.shard(x, PLAN, comm.rank)[None])
+        return seqpar.unshard(y[0], PLAN, comm)
+
+    assert torch.allclose(run_threads(2, rank)[0], out[0])
+
+
+class Pooling(Model):
+    """The model, of whose rows it returns the mean, or all."""
+
+    pools = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.mean(1) if self.pools else y
+
+
+def test_a_model_returns_rows_which_are_pooled_outside() -> None:
+    torch.manual_seed(1)
+    model, x = Pooling(), WHOLE[0].flatten(1)
+    out = model(x[None])
+
+    def rank(comm: Comm, pools: bool) -> Tensor:
+        own = Pooling()
+        own.load_state_dict(model.state_dict())
+        own.pools = pools
+        rows = seqpar.shard(x, PLAN, comm.rank)[None]
+        with seqpar.parallelize(own, comm, sdpa=True, plan=PLAN):
+            return token_mean(own(rows)[0], comm)
+
+    def refused(comm: Comm) -> None:
+        with advised(NotImplementedError, "let it return rows, and pool them outside, as by seqpar.train.token_mean"):
+            rank(comm, True)
+
+    run_threads(2, refused)
+    assert all(torch.allclose(found, out[0]) for found in run_threads(2, rank, False))
+
+
+def test_a_loss_outside_of_the_model_is_told_what_averages_its_gradients() -> None:
+    torch.manual_seed(1)
+    model, x = Model(), WHOLE[0].flatten(1)
+    labels = torch.arange(TOKENS) % (HEADS * DIM)
+    F.cross_entropy(model(x[None])[0], labels).backward()
+
+    def rank(comm: Comm) -> Tensor:
+        own = Model()
+        own.load_state_dict(model.state_dict())
+        with advised(TypeError, "give average_over to seqpar.train.cross_entropy or linear_cross_entropy"):
+            seqpar.parallelize(own, comm, sdpa=True, plan=PLAN, average_over=2)
+        seqpar.parallelize(own, comm, sdpa=True, plan=PLAN)
+        rows, wanted = (seqpar.shard(each, PLAN, comm.rank) for each in (x, labels))
+        cross_entropy(own(rows[None])[0], wanted, valid=TOKENS, average_over=2).backward()
+        return own.linear.weight.grad  # type: ignore[return-value]
+
+    found = torch.stack(run_threads(2, rank)).mean(0)  # as DDP's
+    assert torch.allclose(found, model.linear.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_comm_is_made_of_a_group_or_a_mesh() -> None:
+    torch.manual_seed(1)
+    model, x = Model(), WHOLE[0].flatten(1)[None]
+    with default_group():
+        for group in (dist.group.WORLD, init_device_mesh("cpu", (1,))):
+            with advised(TypeError, "give seqpar.GroupComm(group), of that group or mesh of one dimension"):
+                seqpar.parallelize(model, group, sdpa=True)  # type: ignore[arg-type]
+            with seqpar.parallelize(model, seqpar.GroupComm(group), sdpa=True, plan=ALONE) as handle:
+                y = model(x)
+                with handle.local():
+                    assert torch.allclose(y, model(x))

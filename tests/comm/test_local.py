@@ -1,6 +1,8 @@
 """What only `LocalComm` promises: the rules of the strictest transport, live memory, delay, cycles."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -249,3 +251,21 @@ def test_what_is_raised_is_no_report_of_another_ranks_failure():
 
     with pytest.raises(KeyError, match="no such layer"):
         run_threads(2, rank_main)
+
+
+def test_a_process_knows_whether_it_is_in_a_comm_of_processes() -> None:
+    program = """
+import gc, torch.distributed as dist
+from seqpar import GroupComm
+from seqpar.comm.owner import in_some_comm
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(in_some_comm())
+comm = GroupComm()
+print(in_some_comm())
+del comm
+gc.collect()
+print(in_some_comm())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]

@@ -156,6 +156,10 @@ def test_what_fits_no_layer() -> None:
         layer(q, q, q, "plan", comm)
     with pytest.raises(ValueError, match="a plan for the comm's 1 ranks"), seqpar.parallel(None, comm):
         pass
+    with pytest.raises(TypeError, match="got a comm and a plan; give the plan first"), seqpar.parallel(comm, plan):
+        pass
+    with pytest.raises(TypeError, match="parallel: expected a plan and a comm, got 3 for"), seqpar.parallel(plan, 3):
+        pass
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.probe.record import Event, RunRecord
+from seqpar.integrations.probe.record import RESULT, Event, RunRecord
 from seqpar.integrations.probe.rows import Ranges, Sample, real
 from seqpar.integrations.probe.sizes import units
 from seqpar.nn.rounding import COARSE, LOW
@@ -61,6 +61,8 @@ def compare(
     as_many = len(a.unmoved) == len(b.samples) > 0
     stays = a.kind == "gets" and as_many and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
     remedy = "; let it take positions as an argument, plan.rope_positions(rank)" if stays else ""
+    if a is last and a.by == RESULT and a.samples and not _has_rows(a):
+        remedy = "; let it return rows, and pool them outside, as by seqpar.train.token_mean"
     what = f"what {a.by} gives to {a.name}" if a.kind == "gets" else f"what {a.name} {a.kind}"
     return Verdict(f"tried {how}, {what} {fault}{remedy}")
 

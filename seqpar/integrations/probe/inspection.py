@@ -11,6 +11,7 @@ from torch import nn
 OVER_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
 )  # fmt: skip
+SEES = "it has modules that see other tokens"
 OF_CHANNELS = ("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 
 
@@ -19,7 +20,7 @@ def mixing(model: nn.Module) -> list[str]:
     reasons = []
     names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
     if names:
-        reasons.append(f"it has modules that see other tokens: {', '.join(names)}")
+        reasons.append(f"{SEES}: {', '.join(names)}")
     reasons += dropping(model) + renorming(model)
     for inner in _of_transformers(model):
         from seqpar.integrations.hf.config import config_refusals

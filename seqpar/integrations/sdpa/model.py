@@ -21,7 +21,7 @@ from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
-from seqpar.parallel import derived_seed, surrounding
+from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
@@ -88,7 +88,7 @@ class _Forward:
                 "a checkpoint around a parallelized model would lose the plan that surrounds it and the number of its "
                 "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
             )
-        plan = self._surrounding() if self.plan is None else self.plan
+        plan = self._surrounding(model) if self.plan is None else self.plan
         why = None
         if not under_trial():
             self._compare(model)
@@ -115,7 +115,7 @@ class _Forward:
             return  # optimizers step between forwards with gradients alone; a rank's frozen parts do not decide
         if self._compared in COMPARED:
             if self._loop is None:
-                self._loop = Loop(model, self.comm)
+                self._loop = Loop(model, self.comm, within="the forward of parallelize")
             if self._loop.model is model:
                 self._loop.gather(f"parallelize({type(model).__name__})", None, None, facts={})
         self._compared += 1  # a call after an error is compared again
@@ -154,7 +154,13 @@ class _Forward:
                 f"of the plan, and rank {self.comm.rank} has {rows} rows; give its rows, seqpar.shard(x, plan, rank)"
             ) from failure
 
-    def _surrounding(self) -> Plan:
+    def _surrounding(self, model: nn.Module) -> Plan:
+        if not surrounded():
+            raise RuntimeError(
+                f"no plan surrounds this call of a parallel {type(model).__name__}; call it inside "
+                "`with seqpar.parallel(plan, comm):`, or on this rank alone inside `with handle.local():`, where "
+                "handle is what `parallelize` returned"
+            )
         around = surrounding()
         if around.comm is not self.comm:
             raise ValueError("the plan that surrounds this forward is for another comm than its model's")

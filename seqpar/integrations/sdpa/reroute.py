@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
+from seqpar.comm.local import warn_alone
 from seqpar.facts.mask import Mask
 from seqpar.integrations.probe.calls import CallWay, ModelCall, outermost, way_of
-from seqpar.integrations.probe.inspection import dropping, renorming
+from seqpar.integrations.probe.inspection import SEES, dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet, seen_pairs
@@ -98,6 +99,7 @@ def sdpa(
     flash-attn's and flex_attention; RuntimeError on leaving the block if no call was rerouted. All ranks raise; none
     hangs.
     """
+    warn_alone(comm, "sdpa", stacklevel=3)
     return Rerouting(plan, comm, local, dropout_seed, Numerics.checked(accuracy, deterministic))
 
 
@@ -162,6 +164,7 @@ class Rerouting(TorchFunctionMode):
         self.outside: list[CheckpointRegion] = []
         self.surroundings: AbstractContextManager[Any] | None = None
         self.triangle, self.masked = KnownMask(), KnownMask()
+        self.shapes: tuple[torch.Size, ...] = ()  # of the last call's query and key, as `local` gets them
         self.tries = tries and not again
         self.below: FrameType | None = None
         self.noticed: dict[str, Any] | None = None  # the keyword arguments of the last call that attended
@@ -239,6 +242,7 @@ class Rerouting(TorchFunctionMode):
         """`F.scaled_dot_product_attention`, with its signature."""
         with self._refusals():
             _check_kinds([query, key, value], attn_mask)
+            self.shapes = query.shape, key.shape
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
                 raise ValueError(f"sdpa: expected [B, H, T, D] or [H, T, D], got {shapes}")
@@ -269,6 +273,7 @@ class Rerouting(TorchFunctionMode):
         """`F.multi_head_attention_forward`, with its signature; average_attn_weights has no effect without weights."""
         with self._refusals():
             _check_kinds([query, key, value], attn_mask)
+            self.shapes = query.shape, key.shape
             if need_weights:
                 raise NotImplementedError(
                     "sdpa: multi-head attention with need_weights=True, torch's default, would return weights of keys "
@@ -288,7 +293,10 @@ class Rerouting(TorchFunctionMode):
             shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
             single = query.dim() == 2 or (query.dim() == 3 and query.shape[1] == key.shape[1] == value.shape[1] == 1)
             if not single or not query.dim() == key.dim() == value.dim():
-                raise ValueError(f"sdpa: expected one packed batch, [T, 1, E] or [T, E], got {shapes}")
+                told = f"sdpa: expected one packed batch, [T, 1, E] or [T, E], got {shapes}"
+                if query.dim() == 3 and query.shape[:2] == (1, self.plan.rows(self.comm.rank)):
+                    told += ", a batch in dim 0; build the layer with batch_first=True"
+                raise ValueError(told)
             if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads:
                 raise ValueError(f"sdpa: {shapes} with {num_heads} heads of {embed_dim_to_check} features in all")
             if is_causal and attn_mask is None:
@@ -324,24 +332,25 @@ class Rerouting(TorchFunctionMode):
                 rows = [q.shape[0], k.shape[0]]
             if samples > 1 and [q.shape[0], k.shape[0]] == [samples * n for n in rows]:
                 raise ValueError(
-                    f"sdpa: got {samples} samples of {rows[0]} rows, as many as the plan has for all of them on rank "
-                    f"{self.comm.rank}; pack the samples into one row, [1, H, T, D], and give the mask a document for "
-                    "each"
+                    f"sdpa: got {samples} x {rows[0]} rows, the plan has {rows[0]} in all on rank {self.comm.rank}; "
+                    "pack the samples into one row, [1, H, T, D], and give the mask a document for each"
                 )
             if [q.shape[0], k.shape[0]] != rows or v.shape[0] != rows[1]:
-                raise ValueError(
-                    f"sdpa: {q.shape[0]} rows attend over {k.shape[0]}, the plan has {rows[0]} and {rows[1]} on rank "
-                    f"{self.comm.rank}; give shards, or say by local= which calls stay on their rank"
-                )
+                raise self._wrong_rows(q, k, rows)
             if record is not None:
                 self.calls += 1
                 return stand_in(*map(autocast, (q, k, v)), self.plan)
             if samples > 1 and self._samples_meet(samples):
-                raise ValueError(
-                    f"sdpa: got {samples} samples of {rows[0] // samples} rows on rank {self.comm.rank}, expected "
-                    f"samples that do not see each other under {self.plan.mask!r}; give the plan a document for each "
-                    "sample, or name such calls by local="
+                told = (
+                    f"sdpa: got {samples} samples of {rows[0] // samples} rows ({self._shown()}) on rank "
+                    f"{self.comm.rank}, expected samples that do not see each other under {self.plan.mask!r}"
                 )
+                if samples == rows[0]:
+                    raise ValueError(
+                        f"{told}, or one sample of {samples} rows; give the model [1, T] in place of [T, 1], or name "
+                        "such calls by local="
+                    )
+                raise ValueError(f"{told}; give the plan a document for each sample, or name such calls by local=")
             if mask is None:
                 self._check_meaning(is_causal)
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens and not self._one_has_all:
@@ -366,6 +375,21 @@ class Rerouting(TorchFunctionMode):
             self._compare_keys(k)
         return out
 
+    def _wrong_rows(self, q: Tensor, k: Tensor, rows: list[int]) -> ValueError:
+        """The error for a call with other rows than the plan's."""
+        told = (
+            f"sdpa: {q.shape[0]} rows attend over {k.shape[0]} ({self._shown()}), the plan has {rows[0]} and {rows[1]} "
+            f"on rank {self.comm.rank}"
+        )
+        if all(len(shape) == 4 and shape[1] == count for shape, count in zip(self.shapes, rows)):
+            return ValueError(f"{told}, which dim 1 has; give [B, H, T, D], as by x.transpose(1, 2)")
+        return ValueError(f"{told}; give shards, or say by local= which calls stay on their rank")
+
+    def _shown(self) -> str:
+        """What `local` gets of this call."""
+        query, key = map(list, self.shapes)
+        return f"query {query}, key {key}"
+
     @uncompiled
     def _compare_keys(self, k: Tensor) -> None:
         """Warn if all ranks have the same keys, perhaps whole ones. A collective of the first such call of a block."""
@@ -382,8 +406,8 @@ class Rerouting(TorchFunctionMode):
         remember(self.comm, key)
         if told is not None and all(other == told for other in found):
             warnings.warn(
-                f"sdpa: all ranks give the same {len(k)} keys, as the whole memory of cross attention would be, and "
-                "they count as shards; name such calls by local=, or give each rank its shard",
+                f"sdpa: all ranks give the same {len(k)} keys ({self._shown()}), as the whole memory of cross "
+                "attention would be, and they count as shards; name such calls by local=, or give each rank its shard",
                 stacklevel=2,
             )
 
@@ -474,7 +498,10 @@ class Rerouting(TorchFunctionMode):
         if not dropout_p:
             return None
         if self.seed is None:
-            raise ValueError(f"sdpa: dropout_p={dropout_p} needs sdpa(..., dropout_seed=), different for every step")
+            raise ValueError(
+                f"sdpa: dropout_p={dropout_p} needs a seed, equal on all ranks, from which the seeds of calls follow; "
+                "give parallelize(..., sdpa=True, dropout_seed=0), or seqpar.sdpa(plan, comm, dropout_seed=step)"
+            )
         return derived_seed(self.seed, self.calls)
 
     @property
@@ -538,7 +565,13 @@ def _entering(frame: FrameType | None) -> FrameType | None:
 
 def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
     """The error for a model that cannot be computed row by row."""
-    return NotImplementedError(f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}")
+    told = f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}"
+    if reasons[-1].startswith(SEES) and "(Conv1d)" in reasons[-1]:
+        told += (
+            "; compute a causal depthwise convolution by seqpar.recurrent.causal_conv1d, or train with data "
+            "parallelism, whole sequences on each rank"
+        )
+    return NotImplementedError(told)
 
 
 def warn_untried(model: nn.Module, why: str) -> None:
