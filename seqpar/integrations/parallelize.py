@@ -50,7 +50,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         options["plan"] = plan
     if sdpa and "average_over" in options:
         raise TypeError(
-            f"parallelize({type(model).__name__}, sdpa=True, average_over=): the loss is computed outside of this model; "
+            f"parallelize({type(model).__name__}, sdpa=True, average_over=): its loss is computed outside of it; "
             "give average_over to seqpar.train.cross_entropy or linear_cross_entropy"
         )
     return _parallelize_of(model, sdpa, staged="spec" in options)(model, comm, **options)
