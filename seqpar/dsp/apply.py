@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class Parallelized(ParallelModel):
         self.stages = spec.stages(model)
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
-        self.average_over, self._wrapper = average_over, cast(WrapperCheck | None, None)
+        self.average_over = average_over
         self._running, self._forwards = threading.local(), 0
         check_modules(model, spec, self.names)
         for name, block in self.stages:
@@ -358,8 +358,8 @@ class Parallelized(ParallelModel):
             )
         seen.checks.passed()
         if self.grad == "replicated":
-            self._wrapper = self._wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
-            self._wrapper.check(f"dsp: {type(model).__name__}", model, self.average_over)
+            seen.wrapper = seen.wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
+            seen.wrapper.check(f"dsp: {name_of(model)}", model, self.average_over)
         settings = tuple((name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments))
         # a hook on one rank concerns all, which run a stage equally often; settings may number steps
         return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(every)
@@ -428,6 +428,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.wrapper: WrapperCheck | None = None
         self.forget()
 
     def forget(self) -> None:

@@ -59,7 +59,7 @@ def cross_entropy(
     `valid` below the number of this rank's own labels; TypeError for an argument that is not a tensor.
     """
     check_rows(logits, labels, "logits")
-    check_average("cross_entropy", average_over)
+    check_average("cross_entropy", logits, average_over)
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     check_labels("cross_entropy", labels, logits.shape[1], ignore_index)
     check_count("cross_entropy", labels, valid, ignore_index)
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024 (Cut Your Losses); Hsu et al. 2024 (Liger Kernel), also in one pass.
     """
     check_rows(hidden, labels, "hidden")
-    check_average("linear_cross_entropy", average_over)
+    check_average("linear_cross_entropy", hidden, average_over)
     _check_numbers(valid, label_smoothing, z_loss, average_over)
     refuse_learned("linear_cross_entropy", valid=valid, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
     check_head("linear_cross_entropy", hidden, weight, bias, softcap, chunk)

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -65,15 +66,18 @@ class WrapperCheck:
 
     def __init__(self, ranks: frozenset[int], size: int) -> None:
         self.ranks, self.size = ranks, size
-        self._fsdp: Averaging | None | tuple[()] = ()  # () until it is looked up
+        self._fsdp: tuple[type[nn.Module], Averaging | None] | None = (
+            None  # with the model's class, which FSDP2 changes
+        )
         self._checked = False
 
     def find(self, model: nn.Module) -> Averaging | None:
         """The wrapper around the forward that begins, or in its model, if it reduces gradients over the comm."""
         found = by_ddp(model)
         if found is None:
-            self._fsdp = by_fsdp(model) if self._fsdp == () else self._fsdp
-            found = self._fsdp or None
+            if self._fsdp is None or self._fsdp[0] is not type(model):
+                self._fsdp = type(model), by_fsdp(model, trained=True)
+            found = self._fsdp[1]
         return found if found is not None and found.covers(self.ranks, self.size) else None
 
     def check(self, what: str, model: nn.Module, average_over: int) -> None:
@@ -89,30 +93,75 @@ class WrapperCheck:
             )
 
 
-class _Last(threading.local):
-    """The wrapper around this thread's last forward of a model whose loss its caller computes, and its comm's size."""
+class LossCheck:
+    """Warns once of a loss that is not made for the wrapper of its model, where the model's caller computes it.
 
-    wrapper: tuple[Averaging, int] | None = None
+    size: of the comm, over which the wrapper reduces gradients.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.told = size, False
+
+    @contextmanager
+    def inside(self, wrapper: Averaging) -> Iterator[None]:
+        """A forward, which may compute the loss itself."""
+        before, _inside.mark = _inside.mark, (self, wrapper)
+        try:
+            yield
+        finally:
+            _inside.mark = before
+
+    def mark(self, wrapper: Averaging, results: Iterable[object]) -> None:
+        """Mark the results of a forward, by which a loss of them is known."""
+        for x in results:
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                x.grad_fn.metadata[MARK] = self, wrapper
 
 
-_last = _Last()
+MARK = "seqpar: wrapper"  # a key of the metadata of autograd's nodes
+FAR = 64  # nodes between a model's result and its loss
 
 
-def note_last(wrapper: Averaging | None, size: int) -> None:
-    """Note the wrapper around a forward, for `check_average`."""
-    _last.wrapper = None if wrapper is None else (wrapper, size)
+class _Inside(threading.local):
+    """The forward that this thread is in."""
+
+    mark: tuple[LossCheck, Averaging] | None = None
 
 
-def check_average(what: str, average_over: int) -> None:
-    """Warn of a loss for no wrapper, by the function `what`, after a forward inside one.
+_inside = _Inside()
+
+
+def check_average(what: str, rows: Tensor, average_over: int) -> None:
+    """Warn of a loss of these rows that is for no wrapper, where a wrapper reduces the gradients of their model.
 
     A loss for another number than the comm's size may count the labels of other ranks too.
     """
-    if torch.compiler.is_compiling() or _last.wrapper is None:
+    if average_over != 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled() or rows.grad_fn is None:
         return
-    (wrapper, size), _last.wrapper = _last.wrapper, None
-    if average_over == 1 and (misfit := wrapper.misfit(size, average_over)):
-        warnings.warn(f"{what}: {misfit.why}; give it average_over={misfit.average_over}", stacklevel=3)
+    if (mark := _inside.mark or _marked(rows)) is None or mark[0].told:
+        return
+    check, wrapper = mark
+    check.told = True
+    if misfit := wrapper.misfit(check.size, average_over):
+        more = ""
+        if len(wrapper.ranks) != check.size:
+            more = f" (or {wrapper.divisor:g}, where `valid` counts the labels of all {len(wrapper.ranks)} ranks)"
+        warnings.warn(
+            f"{what}: {misfit.why}, unless you multiply it yourself; give it average_over={misfit.average_over}{more}",
+            stacklevel=3,
+        )
+
+
+def _marked(x: Tensor) -> tuple[LossCheck, Averaging] | None:
+    """The mark of the forward that x comes from, a few operations away."""
+    found, seen = [x.grad_fn], set[Any]()
+    for node in found:
+        if node is not None and node not in seen and len(seen) < FAR:
+            seen.add(node)
+            if MARK in node.metadata:
+                return node.metadata[MARK]  # type: ignore[no-any-return]
+            found += [each for each, _ in node.next_functions]
+    return None
 
 
 def scale_gradients(results: Iterable[Tensor], by: int) -> None:
@@ -133,9 +182,11 @@ def by_ddp(model: nn.Module) -> Averaging | None:
     return Averaging("DistributedDataParallel", ranks, len(ranks))
 
 
-def by_fsdp(model: nn.Module) -> Averaging | None:
-    """The reduction of a model's gradients by `fully_shard`, or of the first part of it that is sharded."""
+def by_fsdp(model: nn.Module, *, trained: bool = False) -> Averaging | None:
+    """The reduction of a model's gradients by `fully_shard`, or of its first sharded part; if trained, not frozen."""
     for group in _groups(model):
+        if trained and not any(p.sharded_param.requires_grad for p in group.fsdp_params):
+            continue
         ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
         return Averaging("fully_shard", ranks, group.gradient_divide_factor or len(ranks))
     return None

@@ -610,7 +610,7 @@ def averaged(comm: Comm) -> bool:
     model = Block()
     seqpar.parallelize(model, comm, sdpa=True, plan=plan)
     wrapper = nn.parallel.DistributedDataParallel(model)
-    with advised(UserWarning, "give it average_over={}"):
+    with advised(UserWarning, "give it average_over={}{}"):
         cross_entropy(wrapper(own)[0], wanted, valid=3).backward()
     wrapper.zero_grad()
     cross_entropy(wrapper(own)[0], wanted, valid=3, average_over=2).backward()

@@ -1,5 +1,6 @@
 """Wrappers that average gradients, around models whose callers compute the loss: a loss that does not fit is told."""
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import seqpar
@@ -84,7 +86,7 @@ def test_a_loss_that_is_not_made_for_its_wrapper_is_told_once(run: Callable[...,
     every = run_processes(2, said, run, how, False)
     assert sum(map(len, every)) == (2 if run is by_sdpa else 1)  # each rank has a loss of its own
     for text in sum(every, []):
-        assert "divides the sum of 2 ranks' gradients by 2, so that they are 1/2 of this loss's; give" in text
+        assert "divides the sum of 2 ranks' gradients by 2, so that they are 1/2 of this loss's" in text
         assert "average_over=2" in text
 
 
@@ -92,6 +94,124 @@ def test_a_loss_that_is_not_made_for_its_wrapper_is_told_once(run: Callable[...,
 @pytest.mark.parametrize("run", [by_sdpa, by_tokens, by_stages])
 def test_a_loss_that_is_made_for_it_is_not(run: Callable[..., None], how: str) -> None:
     assert run_processes(2, said, run, how, True) == [[], []]
+
+
+class WithLoss(Decoder):
+    """Computes its loss too."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        out = super().forward(x)
+        return out if labels is None else cross_entropy(out[0], labels, valid=TOKENS)
+
+
+def step_of(which: str) -> Callable[[nn.Module, Tensor, Tensor], None]:
+    """A step of a wrapped model, by what it computes of the model's rows and labels."""
+
+    def scaled(out: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(out, labels, reduction="sum") / TOKENS * 2
+
+    def step(net: nn.Module, x: Tensor, labels: Tensor) -> None:
+        if which == "inside":
+            net(x, labels).backward()
+        elif which == "two forwards":
+            first, second = net(x)[0], net(x / 2)[0]
+            (cross_entropy(first, labels, valid=TOKENS) + scaled(second, labels)).backward()
+        elif which == "after a teacher":
+            out = net(x)[0]
+            with torch.no_grad():
+                net(x)
+            cross_entropy(out, labels, valid=TOKENS).backward()
+        else:
+            out, head = net(x)[0], nn.Linear(E, VOCABULARY)
+            if which == "of another model":
+                cross_entropy(head(x)[0], labels, valid=TOKENS).backward()
+            elif which == "for a log":
+                cross_entropy(out.detach(), labels, valid=TOKENS)
+                with torch.no_grad():
+                    cross_entropy(out, labels, valid=TOKENS)
+            scaled(out, labels).backward()
+
+    return step
+
+
+def heard(comm: Comm, which: str) -> list[str]:
+    torch.manual_seed(0)
+    model, x, labels = WithLoss(), torch.randn(1, TOKENS, E), torch.arange(TOKENS) % VOCABULARY
+    plan = seqpar.plan_batch([TOKENS], comm.size)
+    seqpar.parallelize(model, comm, sdpa=True, plan=plan)
+    net, step = nn.parallel.DistributedDataParallel(model), step_of(which)
+    own, wanted = seqpar.shard(x, plan, comm.rank, dim=1), seqpar.shard(labels, plan, comm.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(net, own, wanted)
+    return [str(each.message) for each in caught if "average_over" in str(each.message)]
+
+
+@pytest.mark.parametrize("which", ["inside", "two forwards", "after a teacher"])
+def test_a_loss_is_told_wherever_it_is_computed(which: str) -> None:
+    assert [len(texts) for texts in run_processes(2, heard, which)] == [1, 1]
+
+
+@pytest.mark.parametrize("which", ["of another model", "for a log"])
+def test_other_losses_are_not(which: str) -> None:
+    assert run_processes(2, heard, which) == [[], []]
+
+
+def frozen(comm: Comm) -> list[str]:
+    """What is sharded is not trained: FSDP2 reduces nothing, and the gradient of an input is summed."""
+    model, given = made("flux", torch.float32)
+    model.requires_grad_(False)
+    seqpar.parallelize(model, comm)
+    net = fully_shard(model)
+    given["encoder_hidden_states"].requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(net, given)[1].backward()
+    return [str(each.message) for each in caught if "average_over" in str(each.message)]
+
+
+def test_frozen_shards_ask_for_nothing() -> None:
+    assert run_processes(2, frozen) == [[], []]
+
+
+def sharded_later(comm: Comm) -> list[str]:
+    """A model runs before it is sharded, and so does a copy of it."""
+    model, given = made("flux", torch.float32)
+    seqpar.parallelize(model, comm)
+    loss_of(model, given)
+    found = []
+    for each in (copy.deepcopy(model), model):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(fully_shard(each), given)[1].backward()
+        found += [str(each.message) for each in caught if "average_over" in str(each.message)]
+    return found
+
+
+def test_models_that_are_sharded_after_a_forward_are_told_too() -> None:
+    assert [len(texts) for texts in run_processes(2, sharded_later)] == [2, 0]
+
+
+def replicas(comm: Comm) -> list[str]:
+    """DDP over 4 ranks, of which 2 share a sequence."""
+    torch.manual_seed(0)
+    model, x, labels = Decoder(), torch.randn(1, TOKENS, E), torch.arange(TOKENS) % VOCABULARY
+    pair = seqpar.GroupComm(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))["sp"])
+    plan = seqpar.plan_batch([TOKENS], 2)
+    seqpar.parallelize(model, pair, sdpa=True, plan=plan)
+    net = nn.parallel.DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wanted = seqpar.shard(labels, plan, pair.rank)
+        cross_entropy(net(seqpar.shard(x, plan, pair.rank, dim=1))[0], wanted, valid=2 * TOKENS).backward()
+    return [str(each.message) for each in caught if "average_over" in str(each.message)]
+
+
+def test_the_labels_that_count_decide() -> None:
+    for (text,) in run_processes(4, replicas):
+        assert "divides the sum of 4 ranks' gradients by 4, so that they are 1/2 of this loss's" in text
+        assert text.endswith("give it average_over=2 (or 4, where `valid` counts the labels of all 4 ranks)")
 
 
 def summed(comm: Comm) -> list[str]:

@@ -153,9 +153,9 @@ def _compared(
     sharing.checks[model] = identity, checks
     _same_on_all(facts.every)
     checks.passed()  # a call after an error is compared again
-    if sharing.wrapper is None:
-        sharing.wrapper = WrapperCheck(frozenset(each[RANK] for each in facts.every), sharing.comm.size)
-    sharing.wrapper.check("diffusers", model, sharing.average_over)
+    if model not in sharing.wrappers:
+        sharing.wrappers[model] = WrapperCheck(frozenset(each[RANK] for each in facts.every), sharing.comm.size)
+    sharing.wrappers[model].check("diffusers", model, sharing.average_over)
     return arguments, sizes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
 from seqpar.nn.code import code_among
-from seqpar.nn.fingerprint import COMPARED
+from seqpar.nn.fingerprint import COMPARED, leaves
 from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
@@ -25,7 +26,7 @@ from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
-from seqpar.train.wrappers import note_last
+from seqpar.train.wrappers import Averaging, LossCheck
 
 
 def parallelize(
@@ -74,7 +75,7 @@ class _Forward:
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
         self.numerics = numerics
         self._compared = 0  # forwards that count for comparisons of weights
-        self._noted = False  # whether a forward was inside a wrapper
+        self._losses = LossCheck(comm.size)
         self._loop: Loop | None = None  # of the model whose forward came first, not of its copies
 
     def close(self) -> None:
@@ -89,14 +90,14 @@ class _Forward:
                 "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
             )
         plan = self._surrounding(model) if self.plan is None else self.plan
-        why = None
+        why = wrapper = None
         if not under_trial():
             self._compare(model)
-            self._note_wrapper(model)
-            why = self._try(model, forward, plan, args, kwargs)
+            why, wrapper = self._try(model, forward, plan, args, kwargs), self._wrapper(model)
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
-        with Rerouting(plan, self.comm, self.local, seed, self.numerics, tries=False):
+        inside = nullcontext() if wrapper is None else self._losses.inside(wrapper)
+        with Rerouting(plan, self.comm, self.local, seed, self.numerics, tries=False), inside:
             try:
                 out = forward(*args, **kwargs)
             except RuntimeError as failure:
@@ -105,6 +106,8 @@ class _Forward:
                 raise
         if why is not None:
             warn_untried(model, why)
+        if wrapper is not None:
+            self._mark(wrapper, out)
         return out
 
     @uncompiled
@@ -121,13 +124,14 @@ class _Forward:
         self._compared += 1  # a call after an error is compared again
 
     @uncompiled
-    def _note_wrapper(self, model: nn.Module) -> None:
-        """Note what reduces the gradients of this forward, for a loss that is not made for it."""
-        wrapper = None
-        if self._loop is not None and self._loop.model is model and torch.is_grad_enabled() and not self._noted:
-            wrapper = self._loop.wrapper()
-            self._noted = wrapper is not None  # one loss is enough
-        note_last(wrapper, self.comm.size)
+    def _wrapper(self, model: nn.Module) -> Averaging | None:
+        """What reduces the gradients of this forward over the comm, until a loss was looked at."""
+        known = self._loop is not None and self._loop.model is model and not self._losses.told
+        return self._loop.wrapper() if known and torch.is_grad_enabled() else None  # type: ignore[union-attr]
+
+    @uncompiled
+    def _mark(self, wrapper: Averaging, out: Any) -> None:
+        self._losses.mark(wrapper, (x for _, x in leaves(out)))
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
