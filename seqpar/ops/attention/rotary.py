@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from seqpar.comm.entry import refuse_transforms
 from seqpar.kernels.memory.rotary import rotate
 from seqpar.kernels.protocol import DTYPES
-from seqpar.ops.core.collective_op import refuse_tangents
+from seqpar.ops.core.collective_op import check_dense, refuse_tangents
 
+NAMES = ("x", "positions", "frequencies")
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 _LIBRARY.define(
     "rotary(Tensor x, Tensor positions, Tensor frequencies, bool interleaved, float scaling, bool inverse) -> Tensor"
@@ -31,8 +32,9 @@ def rotary(
     neighbours (GPT-J) instead of halves (Llama, NeoX). scaling: of sines and cosines, for YaRN. Computed in float32, or
     float64 for float64; differentiable in x, any number of times.
 
-    Raises: ValueError for shapes, dtypes or devices that do not match; NotImplementedError for frequencies that require
-    a gradient, forward-mode derivatives, and inside transforms of torch.func.
+    Raises: TypeError for arguments of other types; ValueError for shapes, dtypes or devices that do not match;
+    NotImplementedError for frequencies that require a gradient, tensors that are not dense, forward-mode derivatives,
+    and inside transforms of torch.func.
 
     Source: Su et al. 2021 (RoFormer).
     """
@@ -40,6 +42,10 @@ def rotary(
     if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
         refuse_tangents("rotary", (x,))
     given = (x, positions, frequencies)
+    for name, value in zip(NAMES, given, strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"rotary: {name} must be a tensor, got {value!r:.200}")
+    check_dense("rotary", given)
     if x.dim() != 3 or positions.shape != x.shape[:1] or frequencies.dim() != 1:
         raise ValueError(f"expected x [T, H, D], positions [T], frequencies [R/2], got {_given(*given)}")
     if 2 * frequencies.shape[0] > x.shape[2]:
@@ -59,8 +65,7 @@ def rotary(
 
 def _given(*tensors: Tensor) -> str:
     """The call in words; only built for an error, since text would make shapes constants of a compiled graph."""
-    names = ("x", "positions", "frequencies")
-    return ", ".join(f"{n} {x.dtype}{list(x.shape)} on {x.device}" for n, x in zip(names, tensors, strict=True))
+    return ", ".join(f"{n} {x.dtype}{list(x.shape)} on {x.device}" for n, x in zip(NAMES, tensors, strict=True))
 
 
 def _rotary(
