@@ -16,6 +16,9 @@ def test_a_sketch_tells_how_far_tensors_are_apart() -> None:
     assert sketch(x)[0] == torch.sum(x * x)
     assert apart(x, x) == 0
     assert 0.5 < apart(x, y) / float((x - y).square().sum()) < 2
+    z = torch.complex(x, y)
+    assert torch.isclose(torch.tensor(sketch(z)[0]).double(), z.abs().square().sum())
+    assert apart(z, z.conj()) > 0 == apart(z, z.clone())
 
 
 def test_single_elements_in_other_places_differ() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,12 +12,8 @@ from seqpar.comm import Comm
 from seqpar.dsp.moves import unshard_alike
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
-from seqpar.nn.fingerprint import sketch
+from seqpar.nn.fingerprint import differing_gradient
 from seqpar.train.wrappers import scale_gradients
-
-# Ranks' gradients of the output may be further apart than bits: where each rank's kernels round in another order, as in
-# a loss behind a decoder. All of bfloat16's last digits differ by 0.4 % of the norm, other targets by the norm itself.
-SAME_GRADIENT = 0.01  # of the norm
 
 
 def attending(
@@ -61,23 +56,12 @@ def gathering_rows(
 
 def _compare_gradient(comm: Comm, grad: Tensor) -> None:
     """Raise ValueError on every rank if the gradient of the whole output differs between ranks. A collective."""
-    every = comm.gather("diffusers: backward", sketch(grad))
-    for rank, other in enumerate(every):
-        if (apart := _apart(every[0], other)) > SAME_GRADIENT:
-            raise ValueError(
-                f"diffusers: the gradient of the output differs between rank 0 and rank {rank}, by about {apart:.0%} "
-                "of its norm; compute the whole loss on every rank, from the same target"
-            )
-
-
-def _apart(first: list[float], second: list[float]) -> float:
-    """The norm of the difference of two tensors, relative to the larger norm, from their sketches."""
-    squares, larger = (first[0], second[0]), max(first[0], second[0])
-    if not any(map(math.isfinite, squares)):
-        return 0.0  # an overflow happens on all ranks, and a gradient scaler will skip the step
-    if not all(map(math.isfinite, squares)):
-        return math.inf
-    return math.dist(first[1:], second[1:]) / larger**0.5 if larger else 0.0
+    if (found := differing_gradient("diffusers: backward", comm, grad)) is not None:
+        rank, apart = found
+        raise ValueError(
+            f"diffusers: the gradient of the output differs between rank 0 and rank {rank}, by about {apart:.0%} "
+            "of its norm; compute the whole loss on every rank, from the same target"
+        )
 
 
 def sharing_tuple(
