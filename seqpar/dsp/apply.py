@@ -259,8 +259,10 @@ class Parallelized(ParallelModel):
         """The run of a stage: the current one, or the earlier one if backward recomputes it."""
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
+        # strides of dimensions of size 1 may be others in backward
+        strides = tuple([stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1])
         # parts of one tensor are inputs of forwards of their own
-        storage, key = x.untyped_storage(), (id(self), id(module), x.storage_offset(), x.shape, x.stride())
+        storage, key = x.untyped_storage(), (id(self), id(module), x.storage_offset(), x.shape, strides)
         if _in_backward():
             noted = getattr(storage, SEEN, {}).get(key)
             if noted is not None and noted.unclear:
