@@ -33,6 +33,7 @@ from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.handles import in_graph
+from seqpar.ops.core.regions import under_way
 from seqpar.train.dtensor import global_rank
 from seqpar.train.wrappers import WrapperCheck, scale_gradients
 
@@ -131,6 +132,9 @@ class Parallelized(ParallelModel):
 
         @uncompiled
         def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
+            for region in under_way():  # its backward may come after `undo`
+                if region.function is not None:  # else nobody knows whether backward runs it again
+                    region.run_again_inside(self.again, self)
             return around(module, forward, named(args, kwargs))
 
         self.put_around(module, lambda module, forward, *args, **kwargs: call(module, forward, args, kwargs))
@@ -140,6 +144,8 @@ class Parallelized(ParallelModel):
         return "\n".join(plan.describe() for plan in self.plans.values())
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        if _in_backward():
+            raise RuntimeError(f"{type(model).__name__} is recomputed as a whole; checkpoint each stage by itself")
         seen: _Seen = getattr(model, SEEN)
         named = list(model.named_modules())
         caches = with_cache(named)
@@ -273,7 +279,7 @@ class Parallelized(ParallelModel):
             if noted is None:
                 raise RuntimeError(
                     f"{name} is recomputed from an input that is not the memory of the first time; checkpoint each "
-                    "stage by itself, and without moving its input elsewhere"
+                    "stage by itself, without moving its input elsewhere, and call backward before another parallelize"
                 )
             noted.again = True
             return noted.run  # type: ignore[no-any-return]

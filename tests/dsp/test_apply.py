@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,56 @@ def undone(comm: Comm) -> None:
 
 def test_undo_gives_the_model_back_and_local_for_a_while() -> None:
     run_threads(2, undone)
+
+
+def ended_before_backward(comm: Comm, how: str, reentrant: bool) -> dict[str, Tensor]:
+    """A model of checkpointed stages whose backward comes when the handle has ended, or inside `local`."""
+    model, given = made(PairStack), {"z": rand(1, 5, 5, 5).requires_grad_(), "mask": torch.ones(1, 5, 5, 1).double()}
+    with ExitStack() as stack:
+        handle = parallelize(model, comm, PAIRS, plan=SHARDED)
+        for layer in model.layers:
+            for name in ("starting", "ending", "transition"):  # the last one ends the model
+                layer[name] = Checkpointed(layer[name], reentrant)
+        if how == "with":
+            stack.enter_context(handle)
+        out = model(**given)
+        if how == "local":
+            stack.enter_context(handle.local())
+        if how != "with":
+            out.square().sum().backward()
+    if how == "with":
+        out.square().sum().backward()
+        assert all("forward" not in module.__dict__ for module in model.modules())
+    names = {n.replace(".inner", ""): p.grad for n, p in model.named_parameters()}
+    return {"out": out.detach(), "d z": given["z"].grad} | names
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["with", "local"])
+def test_checkpointed_stages_are_shared_after_the_end_of_their_handle(how, reentrant) -> None:
+    (want,) = run_threads(1, ended_before_backward, "", reentrant)
+    compared(run_threads(3, ended_before_backward, how, reentrant), want)
+
+
+def recomputed_whole(comm: Comm, what: str, reentrant: bool) -> None:
+    """A checkpoint around the model, or around its exit, is an error after `undo` too."""
+    model, x = made(Weather), GRID["x"].clone().requires_grad_()
+    handle = parallelize(model, comm, WEATHER, plan=SHARDED)
+    net: nn.Module = model
+    if what == "model":
+        net = Checkpointed(model, reentrant)
+    else:
+        model.head = Checkpointed(model.head, reentrant)
+    out = net(x)
+    handle.undo()
+    with pytest.raises(RuntimeError, match="Weather is recomputed as a whole|head is called outside a forward"):
+        out.square().sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("what", ["model", "exit"])
+def test_a_checkpoint_around_more_than_a_stage_is_refused_after_undo(what, reentrant) -> None:
+    run_threads(2, recomputed_whole, what, reentrant)
 
 
 def summed(comm: Comm) -> dict[str, Tensor]:
