@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.dsp.checks import NoDraws, check_block, check_modules, check_results, kept, matches, noting_changes
 from seqpar.dsp.grid import Grid
-from seqpar.dsp.moves import GRADS
+from seqpar.dsp.moves import GRADS, follows_alike
 from seqpar.dsp.plan import StagePlan, plan_stages
 from seqpar.dsp.runner import Arguments, ForwardState, StageRun, by_name, run_stage, some_rank_skips
 from seqpar.dsp.space import Sharding, Space
@@ -26,16 +27,17 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import whole
 from seqpar.nn.code import Few, KnownCodes, autocast_dtypes, code_of
-from seqpar.nn.fingerprint import WeightChecks, differing, hashed, leaves
+from seqpar.nn.fingerprint import WeightChecks, differing, differing_gradient, hashed, leaves
 from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.nn.kinds import name_of
 from seqpar.nn.randomness import active_dropout
 from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, gathering
+from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import under_way
 from seqpar.train.dtensor import global_rank
-from seqpar.train.wrappers import WrapperCheck, scale_gradients
+from seqpar.train.wrappers import WrapperCheck
 
 MakeStagePlan = Callable[..., StagePlan]
 KINDS = 16  # settings of calls that are looked at one by one
@@ -65,9 +67,9 @@ def parallelize(
     replicated losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
-    number), and in the first and some of the next 16 with gradients the weights, except DTensors; without it only
-    shapes are compared. Otherwise different noise or seeds, or frames sharded before, would silently compute something
-    meaningless.
+    number), in the first and some of the next 16 with gradients the weights, except DTensors, and in a backward of
+    replicated losses the gradient of the output; without it only shapes are compared. Otherwise different noise or
+    seeds, or frames sharded before, would silently compute something meaningless.
 
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
     for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.
@@ -160,6 +162,7 @@ class Parallelized(ParallelModel):
         if sizes not in seen.sizes:
             state.draws = NoDraws(lambda: state.sharded, self.comm)
             state.kept = {x.grad_fn for _, x in kept(model)}
+        arguments = self._refusing_shares(arguments)
         try:
             with state.draws or nullcontext():
                 out = forward(**arguments)
@@ -179,13 +182,13 @@ class Parallelized(ParallelModel):
     ) -> Any:
         run = self._run_of(module, name, arguments.get(next(iter(block.stream))))
         if not run.first or _in_backward():
-            return self._scaled(run_stage(module, block, forward, run, arguments, self.grad), run.last)
+            return self._ended(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state, changed = self._current(name), dict[str, Tensor]()
         due, written = self._to_try(state, name, block, run.grid, run.inside, run.parts), list[str]()
         run = run._replace(mixing=due, written=written, shares=state.shards)
         state.inside = name
         with noting_changes(module, name, changed):
-            out = self._scaled(run_stage(module, block, forward, run, arguments, self.grad), run.last)
+            out = self._ended(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state.inside = ""
         state.changed |= changed
         state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
@@ -195,11 +198,34 @@ class Parallelized(ParallelModel):
             state.note(out, whole=run.last)
         return out
 
-    def _scaled(self, out: Any, last: bool) -> Any:
+    def _ended(self, out: Any, last: bool) -> Any:
         """The outputs of a stage or of the exit. After the last one they are whole, and gradients enter here."""
-        if last:
-            scale_gradients((out,) if isinstance(out, Tensor) else out, self.average_over)
-        return out
+        if not last or self.grad == "sum":
+            return out
+        compared = self.comm if self.check_inputs and self.comm.size > 1 else None
+        return tree_map_only(Tensor, lambda x: _Whole.apply(x, compared, self.average_over, self.spec.model), out)
+
+    def _refusing_shares(self, arguments: Arguments) -> Arguments:
+        """The arguments. Gradients are shares: one raises in backward if a model that needs the whole would get it."""
+
+        def refusing(x: Tensor) -> Tensor:
+            if not follows_alike(x):
+                return x
+            x = x.view_as(x)
+            x.register_hook(self._refuse_share)
+            return x
+
+        alone = self.comm.size == 1 or not torch.is_grad_enabled()
+        if alone or not any(isinstance(x, Tensor) and follows_alike(x) for _, x in leaves(arguments)):
+            return arguments
+        return tree_map_only(Tensor, refusing, arguments)  # type: ignore[no-any-return]
+
+    def _refuse_share(self, _: Tensor) -> None:
+        raise NotImplementedError(
+            f"dsp: backward of {self.spec.model} has for each rank a share of the gradient of its input, which follows "
+            "from the output of a model that needs the whole, as in a rollout; give that model "
+            'grad="sum", and divide by the number of ranks what a loss takes from its output'
+        )
 
     def _to_try(
         self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding, parts: int = 1
@@ -234,7 +260,7 @@ class Parallelized(ParallelModel):
         if trial is not None:
             mixed = trial.judge([out], lambda given: [forward(**given)])
             state.mixed += [(exit.module, dim, how) for dim, how in mixed.items()]
-        out = self._scaled(grid.end([out], [exit.form], end, self.grad)[0], True)
+        out = self._ended(grid.end([out], [exit.form], end, self.grad)[0], True)
         state.note(out, whole=True)
         return out
 
@@ -421,6 +447,33 @@ class Parallelized(ParallelModel):
                 )
             values = {name: hashed(x) for name, x in state.changed.items() if self.check_inputs}
             call.facts = {"buffers that stages changed": values}
+
+
+class _Whole(torch.autograd.Function):
+    """An output that every rank has whole. Its gradient is compared, and multiplied for the model before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm | None, times: int, model: str) -> Tensor:
+        ctx.comm, ctx.times, ctx.model = comm, times, model
+        return x.detach()  # no view, so that it may be changed in place and its gradients still enter here
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.comm is not None:
+            refuse_batches(f"the output of a parallel {ctx.model}", [dy])
+            _compare_gradient(ctx.comm, ctx.model, dy)
+        return dy * ctx.times if ctx.times > 1 else dy, None, None, None
+
+
+def _compare_gradient(comm: Comm, model: str, grad: Tensor) -> None:
+    """Raise ValueError on every rank if the gradient of the model's output differs between ranks. A collective."""
+    if (found := differing_gradient(f"dsp: backward of {model}", comm, grad)) is not None:
+        rank, apart = found
+        raise ValueError(
+            f"dsp: the gradient of the output of {model} differs between rank 0 and rank {rank}, by about "
+            f"{apart:.0%} of its norm; compute the whole loss on every rank, from the same target, or give "
+            'grad="sum" for a loss that is the sum of what ranks compute'
+        )
 
 
 def _is_flag(x: Any) -> bool:

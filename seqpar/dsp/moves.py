@@ -154,6 +154,20 @@ def count_once(x: Tensor, comm: Comm) -> Tensor:
     return x if comm.size == 1 else _CountOnce.apply(x, comm.rank)
 
 
+def follows_alike(x: Tensor) -> bool:
+    """Whether x depends on a result that all ranks use alike, whose gradient each of them must have whole."""
+    waiting, seen = [x.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "seqpar_alike", False):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 class _SwitchRecipe(NamedTuple):
     """A switch of tensors of given shapes: their forms, sizes on this rank, and the arguments of `seqpar.switch`."""
 
@@ -230,8 +244,8 @@ def unshard_alike(x: Tensor, plan: Plan, comm: Comm, *, dim: int, start: int) ->
 class _UnshardAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, comm: Comm, at: int, start: int) -> Tensor:
-        ctx.mine = at, start, x.shape[at]
-        return unshard(x, plan, comm, dim=at)
+        ctx.mine, ctx.seqpar_alike = (at, start, x.shape[at]), comm.size > 1
+        return unshard(x, plan, comm, dim=at).detach()  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -242,7 +256,7 @@ class _UnshardAlike(torch.autograd.Function):
 class _CountOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
-        ctx.rank = rank
+        ctx.rank, ctx.seqpar_alike = rank, True
         return x.view_as(x)
 
     @staticmethod
