@@ -7,7 +7,6 @@ model that is refused, other ways to compute it are tried, and the error names o
 from __future__ import annotations
 
 import inspect
-import warnings
 from contextlib import ExitStack
 
 import torch
@@ -26,7 +25,7 @@ from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_weights
 from seqpar.integrations.probe.inspection import dropping
-from seqpar.integrations.sdpa.reroute import sdpa
+from seqpar.integrations.sdpa.reroute import sdpa, untried
 from seqpar.nn.saved_state import saved
 from seqpar.plan import Plan
 
@@ -159,11 +158,11 @@ def _by_sdpa(model: PreTrainedModel) -> bool:
     for causal in (True, False):
         plan = Plan(Mask([TOKENS], causal=causal), Layout.contiguous(TOKENS, 1))
         try:
-            with quiet(model), torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("error")
+            with quiet(model), torch.no_grad(), untried() as told:
                 with sdpa(plan, LocalComm()):
                     model(input_ids=at, position_ids=at, **caching(model))
         except Exception:
             continue
-        return True
+        if not told:
+            return True
     return False

@@ -12,8 +12,8 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -574,15 +574,35 @@ def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
     return NotImplementedError(told)
 
 
+class _Untried(threading.local):
+    """What this thread has told of models whose trials show nothing, while a block of `untried` collects it."""
+
+    told: list[str] | None = None
+
+
+_untried = _Untried()
+
+
+@contextmanager
+def untried() -> Iterator[list[str]]:
+    """A block that collects what `warn_untried` would warn of in this thread: filters of warnings are one for all."""
+    before, _untried.told = _untried.told, []
+    try:
+        yield _untried.told
+    finally:
+        _untried.told = before
+
+
 def warn_untried(model: nn.Module, why: str) -> None:
     """Warn about a model whose trials show nothing, at the line of the program that called it."""
+    message = f"it is not known whether {type(model).__name__} mixes rows outside its attention: {why}"
+    if _untried.told is not None:
+        _untried.told.append(message)
+        return
     frame, level, inside = sys._getframe(1), 2, ("seqpar.", "torch.", "contextlib")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
         frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"it is not known whether {type(model).__name__} mixes rows outside its attention: {why}",
-        stacklevel=level,
-    )
+    warnings.warn(message, stacklevel=level)
 
 
 def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

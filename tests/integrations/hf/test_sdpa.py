@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 
 import seqpar
 from seqpar import Comm, LocalComm
+from seqpar.integrations.probe.record import under_trial
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import VOCABULARY
 from tests.integrations.hf.sdpa_models import LINEAR, MAMBA, ROPE, SIZES, TOKENS, Own, build, logits
@@ -103,3 +105,36 @@ def test_sdpa_is_recommended_nowhere_else() -> None:
         with pytest.raises(NotImplementedError) as raised:
             seqpar.parallelize(other, LocalComm())
         assert "sdpa" not in str(raised.value)
+
+
+class Watching(Own):
+    """Notes the filters of warnings that it is computed under; perhaps fails in a trial of sdpa."""
+
+    seen: list[bool]
+    fails = False
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        self.seen.append(("error", None, Warning, None, 0) in warnings.filters)
+        if self.fails and under_trial() is not None:
+            raise RuntimeError("not twice")
+        return super().forward(*args, **named)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trial_by_sdpa_leaves_warnings_alone_and_says_nothing_of_what_it_does_not_know(fails: bool) -> None:
+    model, before = Watching(transformers.LlamaConfig(**SIZES)), list(warnings.filters)
+    model.seen, model.fails = [], fails
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises(NotImplementedError) as raised:
+            seqpar.parallelize(copy.deepcopy(model), comm)
+        return str(raised.value)
+
+    remedy = "train it with data parallelism" if fails else "give sdpa=True and this rank's rows"
+    assert all(f"; {remedy}" in message for message in run_threads(3, rank))
+    assert warnings.filters == before
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(NotImplementedError):
+            seqpar.parallelize(model, LocalComm())
+    assert model.seen and not any(model.seen) and not any("not known" in str(each.message) for each in warned)
