@@ -103,7 +103,7 @@ ORDER = {
         probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
         probe/inspection
         sdpa/mask sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/shape hf/weights hf/wide hf/planning hf/worth hf/ahead hf/attention hf/registry
+        hf/mask hf/forward hf/sizes hf/shape hf/weights hf/wide hf/planning hf/worth hf/ahead hf/attention hf/registry
         hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
+from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from seqpar.planner import ModelShape
 
 
@@ -19,15 +20,13 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
         return ModelShape.from_config(config)
     except Exception:  # whatever an unusual config holds, a rough plan is better than none
         pass
-    layers = _size(config, "num_hidden_layers", "n_layer", "num_layers") or 32
-    heads = _size(config, "num_attention_heads", "n_head", "num_heads", "num_query_heads") or 32
-    hidden = _size(config, "hidden_size", "n_embd", "d_model", "dim") or 64 * heads
-    kv_heads = _size(config, "num_key_value_heads", "num_kv_heads") or heads
+    layers, heads = _size(config, *LAYERS) or 32, _size(config, *HEADS) or 32
+    hidden, kv_heads = _size(config, *HIDDEN) or 64 * heads, _size(config, *KEY_HEADS) or heads
     return ModelShape(
         name=str(getattr(config, "model_type", "")), hidden=hidden, layers=layers, heads=heads,
         kv_heads=kv_heads if heads % kv_heads == 0 else heads,
         dim=_size(config, "head_dim") or max(1, hidden // heads),
-        ffn=_size(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden,
+        ffn=_size(config, *FFN) or 4 * hidden,
         vocab=_size(config, "vocab_size") or 32_000, gated=False,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.integrations.hf.registry import implementation
+from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from seqpar.integrations.hf.unlisted import rewritten
 from seqpar.integrations.hf.weights import NoWeights
 from seqpar.nn.kinds import kind_of, name_of
@@ -29,15 +30,11 @@ from seqpar.nn.wrap import Around, replaced
 _making = threading.Lock()  # the generator is one for all threads
 VOCABULARY, WIDTH, EXPERTS = 64, 48, 4
 WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # torch's, around modules that compute the same
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 AT_MOST = {
-    "vocab_size": VOCABULARY, "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH, "ffn_dim": WIDTH,
-    "shared_expert_intermediate_size": WIDTH, "n_inner": WIDTH, "ffn_hidden_size": WIDTH, "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    **dict.fromkeys((*FFN, "moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+    "vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 
