@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
@@ -118,8 +119,16 @@ def test_router_logits_are_not_asked_for_by_the_config() -> None:
         assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_layer_whose_mask_the_whole_model_does_not_make() -> None:
-    """Its text model reads a window from another config than the whole model."""
+class Handing(transformers.Gemma3Model):
+    """Hands its text model something of its own beside images."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        own = {"vision_mask": torch.ones(1)} if named.get("pixel_values") is not None else {}
+        return super().forward(*args, **named, **own)
+
+
+def test_a_layer_whose_mask_the_whole_model_does_not_make_and_arguments_of_ones_own() -> None:
+    """Its text model reads a window from another config than the whole model; then it is handed what is not known."""
     kind = "gemma3"
     model = build(IMAGES[kind], dtype=torch.float32).eval()
     every = [padded(kind, own) for own in brought(kind, 2, torch.float32)]
@@ -133,6 +142,9 @@ def test_a_layer_whose_mask_the_whole_model_does_not_make() -> None:
             return float(own(**every[comm.rank]).loss)
 
     with advised(NotImplementedError, "train it with data parallelism, whole sequences on each rank"):
+        run_threads(2, rank)
+    model.model.__class__, model.model.language_model.config = Handing, model.config.text_config
+    with advised((NotImplementedError, ValueError), "train it with data parallelism, whole sequences on each rank"):
         run_threads(2, rank)
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in every]
     found = run_threads(2, lambda comm: float(copy.deepcopy(model)(**every[comm.rank]).loss))

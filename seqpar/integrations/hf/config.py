@@ -7,6 +7,7 @@ which also looks at the modules and tries the model on a few tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -96,6 +97,12 @@ def text_of(model: PreTrainedModel) -> PreTrainedModel:
     while isinstance(inner := text.get_decoder(), PreTrainedModel) and inner is not text:
         text = inner
     return text
+
+
+@cache
+def takes_any(kind: type[PreTrainedModel]) -> bool:
+    """Whether a class's forward takes any keyword."""
+    return any(each.kind is each.VAR_KEYWORD for each in signature(kind.forward).parameters.values())
 
 
 def caching(model: PreTrainedModel) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
-from seqpar.integrations.hf.config import ASKED
+from seqpar.integrations.hf.config import ASKED, takes_any
 from seqpar.kernels import acc_dtype
 from seqpar.plan import Plan
 from seqpar.train.sums import sum_under
@@ -47,13 +46,8 @@ def asks(model: PreTrainedModel) -> bool:
 
 def can_ask(model: PreTrainedModel) -> bool:
     """Whether a model takes `output_router_logits`."""
-    return _takes(type(model)) and hasattr(model.config.get_text_config(), ASKED)
-
-
-@cache
-def _takes(kind: type[PreTrainedModel]) -> bool:
-    parameters = signature(kind.forward).parameters
-    return ASKED in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes = takes_any(type(model)) or ASKED in signature(type(model).forward).parameters
+    return takes and hasattr(model.config.get_text_config(), ASKED)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from seqpar.comm import Comm
 from seqpar.data.batch import FACTS
 from seqpar.data.host import read_entries
 from seqpar.integrations.hf.afterwards import Afterwards
-from seqpar.integrations.hf.config import ASKED
+from seqpar.integrations.hf.config import ASKED, takes_any, text_of
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.forward import inside
 from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
@@ -31,11 +31,15 @@ OF_LOSS = (*LABELS, "num_items_in_batch")  # not taken by a base model
 # A fact that ranks compare; its name tells how to count if they differ.
 COUNT = "num_items_in_batch (of all ranks, as Trainer counts with average_tokens_across_devices=True)"
 OPTIONS = ("num_items_in_batch", "output_hidden_states", ASKED, "return_dict")
+# Of these, what a class takes by **kwargs, as its layers or its caller read it.
+BY_KEYWORD = ("shift_labels", *DOCUMENTS, *OPTIONS)
 # Keywords whose value may be without effect.
 IDLE = {
     "use_cache": (False,), "output_attentions": (False,), "logits_to_keep": (0,),
     "fused_lm_head": (False,),
 }  # fmt: skip
+# Keywords of a model with towers that would make its output another one.
+REFUSED = ("past_key_values", "use_cache", "output_attentions", ASKED, "logits_to_keep")
 # Columns that callers hand on and no model reads: TRL's `RewardTrainer` has the margin of a pair.
 UNREAD = ("margin",)
 # The document of each token, for convolutions and recurrences: attention on one device ignores it.
@@ -62,8 +66,9 @@ class Request(NamedTuple):
 
 @cache
 def parameters(kind: type[PreTrainedModel]) -> tuple[str, ...]:
-    """The names of a forward's parameters after ``self``."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    """The names of a forward's parameters after ``self``, but for that of other keywords."""
+    every = inspect.signature(kind.forward).parameters.values()
+    return tuple(each.name for each in every if each.kind is not each.VAR_KEYWORD)[1:]
 
 
 def arguments_of(module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +199,20 @@ class Served(NamedTuple):
         known = [n for n in known if n != ASKED or can_ask(self.model)]
         if unknown := sorted(arguments.keys() - set(known)):
             raise NotImplementedError(
-                f"{who} on several ranks got {', '.join(unknown)}, supported are {', '.join(known)}; leave it out, or "
-                "run the model on one rank, inside parallelize(...).local()"
+                f"{who} on several ranks got {', '.join(unknown)}, supported are "
+                f"{', '.join(self._taken(module, known))}; leave it out, or run the model on one rank, inside "
+                "parallelize(...).local()"
             )
+
+    def _taken(self, module: PreTrainedModel, known: list[str]) -> list[str]:
+        """Those of the known arguments that a module's class takes, and those that stay with a model's towers."""
+        kind, text = type(module), text_of(self.model)
+        if text is self.model or text is module:
+            at_home, unserved = [], ()
+        else:
+            at_home, unserved = [n for n in parameters(kind) if n not in (*known, *OF_LOSS, *REFUSED)], REFUSED
+        taken = {*parameters(kind), *(BY_KEYWORD if takes_any(kind) else ())}.difference(unserved)
+        return [*(n for n in known if n in taken), *at_home]
 
     def _check_positions(self, who: str, arguments: Mapping[str, Any], *, numbered: bool) -> None:
         """Raise NotImplementedError for positions that ranks cannot count. numbered: whether `UNSEEN` was given."""

@@ -17,7 +17,7 @@ functions that the model composes, and all ranks learn where images lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,27 +34,28 @@ from seqpar.integrations.hf.forward import Forward, Noted, Unmade, during, paddi
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, blocks_of, rule_of, stretches, united
 from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.outputs import TOLD
-from seqpar.integrations.hf.request import DOCUMENTS, LABELS, OF_LOSS, ROWS, arguments_of
+from seqpar.integrations.hf.request import DOCUMENTS, LABELS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of
 from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
 from seqpar.plan import Plan
 
 # What the text model is given besides, with a value per token: offsets of positions, features between layers.
 GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visual_pos_masks", "per_layer_inputs"
-# Keywords of the whole model that would make its output another one.
-REFUSED = ("past_key_values", "use_cache", "output_attentions", "output_router_logits", "logits_to_keep")
+EXPERTS = "moe_mm_token_type_ids"  # which tokens go to the experts of images, in ERNIE 4.5 VL; 0 for text
 
 
 class Bringing:
     """One forward on the way to the rows of its text model.
 
-    module: the model that was called. asked: its arguments that the text model does not get from the model's own code.
-    blank: runs of towers on blank inputs. rules, ids: of the masks that were made on the way: each without blocks and
-    how it has them, and the number of each token's block, [B, S]. blocks: of the union. call, own: the request and the
-    share. refused: whether all ranks refused the batch.
+    module: the model that was called. given: the names of its arguments. asked: those of them that the text model does
+    not get from the model's own code. blank: runs of towers on blank inputs. rules, ids: of the masks that were made on
+    the way: each without blocks and how it has them, and the number of each token's block, [B, S]. blocks: of the
+    union. call, own: the request and the share. refused: whether all ranks refused the batch.
     """
 
-    def __init__(self, module: PreTrainedModel, asked: dict[str, Any], blank: list[Callable[[], Any]]) -> None:
-        self.module, self.asked, self.blank = module, asked, blank
+    def __init__(
+        self, module: PreTrainedModel, given: Collection[str], asked: dict[str, Any], blank: list[Callable[[], Any]]
+    ) -> None:  # fmt: skip
+        self.module, self.given, self.asked, self.blank = module, given, asked, blank
         self.rules: dict[Rule, str] = {}
         self.ids: Tensor | None = None
         self.padding: Tensor | None = None
@@ -86,8 +87,8 @@ class Bringing:
 class ParallelVision(ParallelTransformer):
     """A model of images, video or sound and text whose text model runs on all ranks."""
 
-    entries = (*ROWS, GRID, DEEP, SEEN, PER_LAYER)
-    optional = (GRID, DEEP, SEEN)
+    entries = (*ROWS, GRID, DEEP, SEEN, PER_LAYER, EXPERTS)
+    optional = (GRID, DEEP, SEEN, EXPERTS)
     returned = (
         "hidden_states", "rope_deltas", "attention_mask",
         *(f"{kind}_{what}" for kind in MEDIA for what in ("hidden_states", "pooler_output", "features")),
@@ -146,7 +147,7 @@ class ParallelVision(ParallelTransformer):
     ) -> tuple[Bringing, dict[str, Any], bool]:
         """The forward to come, the arguments of the model's own code, and whether its loss needs no logits."""
         own = arguments_of(module, args, named)
-        who = type(module).__name__
+        given, who = frozenset(own), type(module).__name__
         error, asking = None, can_ask(self.model) and asks(self.model)
         off = not own.get(ASKED, True)
         if off:
@@ -170,7 +171,7 @@ class ParallelVision(ParallelTransformer):
         if chunked:
             none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             own["logits_to_keep"] = TOLD if self._afterwards.scaled else none
-        return Bringing(module, asked, blank), own, chunked
+        return Bringing(module, given, asked, blank), own, chunked
 
     @uncompiled
     def _rows(self, bringing: Bringing, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -201,9 +202,18 @@ class ParallelVision(ParallelTransformer):
         return _without_rows(rows)
 
     def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        bringing = self._bringing
+        if bringing is not None:
+            known = {*self.entries, *DOCUMENTS, *OPTIONS, *UNSEEN, *bringing.given}
+            if made := sorted(arguments.keys() - known):
+                raise NotImplementedError(
+                    f"{type(module).__name__} hands {', '.join(made)} to its {type(self.text).__name__}, which seqpar "
+                    "does not know how to share between ranks; train it with data parallelism, whole sequences on each "
+                    "rank"
+                )
         super()._check(module, arguments)
-        if self._bringing is not None and self._bringing.error is not None:
-            raise self._bringing.error
+        if bringing is not None and bringing.error is not None:
+            raise bringing.error
 
     def _gather(
         self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None
@@ -266,6 +276,8 @@ def _with_rows(given: dict[str, Any]) -> dict[str, Any]:
         features = torch.cat([x.to(embeds.dtype) for x in given[DEEP]], -1)
         deep = features.new_zeros(*tokens, features.shape[-1])
         given |= {DEEP: deep.masked_scatter(seen[..., None], features), SEEN: seen.long()}
+    if EXPERTS in given:
+        given[EXPERTS] = given[EXPERTS].long()  # one dtype on all ranks
     return given
 
 

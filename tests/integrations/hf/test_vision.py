@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -547,3 +548,133 @@ def test_blocks_of_all_ranks_are_cut_where_documents_end() -> None:
         united([again], [np.array([9])])
     with pytest.raises(NotImplementedError, match="in two ways"):
         united([told[1], told[1]._replace(rules={rule: "whole"})], [np.array([9]), np.array([9])])
+
+
+IMAGE, START, END = 55, 57, 58
+
+
+def ernie() -> Any:
+    """ERNIE 4.5 VL in small, whose experts of images are others than those of text."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = TEXT_SIZES | {
+        "num_hidden_layers": 2, "num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+        "moe_intermediate_size": [16, 16], "mlp_layer_types": ["dense", "sparse"], "rope_parameters": rope,
+    }  # fmt: skip
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4}
+    config = transformers.Ernie4_5_VLMoeConfig(
+        text_config=text, vision_config=tower, image_token_id=IMAGE, image_start_token_id=START, image_end_token_id=END
+    )
+    torch.manual_seed(4)
+    model = transformers.Ernie4_5_VLMoeForConditionalGeneration._from_config(config, attn_implementation="eager")
+    for p in model.parameters():
+        nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return model.train()
+
+
+def of_ernie(*documents: str) -> dict[str, Tensor]:
+    """The batch of these documents as ERNIE's processor makes it: t is text, i an image."""
+    g, image = torch.Generator().manual_seed(len(documents[0])), [START, *[IMAGE] * 4, END]
+    parts = [[image if c == "i" else torch.randint(1, 50, (3,), generator=g).tolist() for c in x] for x in documents]
+    rows: list[list[int]] = [sum(row, []) for row in parts]
+    width, images = max(map(len, rows)), sum(document.count("i") for document in documents)
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    batch = {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": ids.masked_fill((ids == 0) | (ids > 50), -100),
+    }
+    batch |= {"mm_token_type_ids": (ids == IMAGE).long(), "moe_mm_token_type_ids": (ids >= IMAGE).long()}
+    if images:
+        batch["pixel_values"] = torch.randn(images * 16, 3 * 4 * 4, generator=g)
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * images)
+    return batch
+
+
+ON_ONE = of_ernie("tt", "t"), of_ernie("titt", "tti"), of_ernie("itt")
+
+
+@pytest.mark.parametrize("every", [ON_ONE[:2], ON_ONE[1:], ON_ONE, (ON_ONE[1], *ON_ONE[:2]), ON_ONE[:1] * 2])
+def test_tokens_of_images_go_to_the_experts_of_images_on_every_rank(every: tuple[dict[str, Tensor], ...]) -> None:
+    model = ernie()
+
+    def rank(comm: Comm) -> Outcome:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, plan=cut):
+            return outcome(own, own(**every[comm.rank]).loss)
+
+    total, count = torch.zeros(()), 0
+    for batch in every:
+        labels = batch["labels"][:, 1:].flatten()
+        logits = model(**unlabelled(batch), use_cache=False).logits[:, :-1].flatten(0, 1)
+        total, count = (
+            total + nn.functional.cross_entropy(logits, labels, reduction="sum"),
+            count + int((labels > 0).sum()),
+        )
+    compare(run_threads(len(every), rank), outcome(model, total / count), torch.float32)
+
+
+def test_a_rank_of_text_alone_may_leave_out_which_tokens_are_of_images() -> None:
+    model = ernie().eval()
+    mixed = ON_ONE[1] | {"moe_mm_token_type_ids": ON_ONE[1]["moe_mm_token_type_ids"].int()}
+    every = [unlabelled(batch) for batch in (ON_ONE[0], mixed, ON_ONE[2])]
+    del every[0]["moe_mm_token_type_ids"]
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, plan=cut), torch.no_grad():
+            return own(**every[comm.rank]).logits
+
+    for batch, found in zip(every, run_threads(3, rank), strict=True):
+        keep = batch["attention_mask"].bool()
+        with torch.no_grad():
+            expected = model(**batch).logits
+        assert torch.allclose(found[keep], expected[keep], atol=1e-5)
+
+
+def supported(model: Any, module: Any) -> list[str]:
+    """The arguments that are supported of a part of a model by its own error."""
+    with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match="supported are") as raised:
+        module(input_ids=torch.arange(1, 7)[None], never_heard_of=torch.ones(1, 6))
+    return str(raised.value).partition("supported are ")[2].partition(";")[0].split(", ")
+
+
+BY_KEYWORD = {
+    "shift_labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
+    "output_hidden_states", "return_dict",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ernie", "qwen3_vl", "gemma3", "llama"])
+def test_what_is_supported_are_arguments_of_the_users_model(kind: str) -> None:
+    model: Any = ernie() if kind == "ernie" else build(Architecture(kind, "dense") if kind == "llama" else EVERY[kind])
+    names, taken = supported(model, model), set(inspect.signature(type(model).forward).parameters)
+    assert len(names) == len(set(names)) and set(names) - BY_KEYWORD <= taken, names
+    assert BY_KEYWORD | {"input_ids", "attention_mask", "position_ids", "labels"} <= set(names)
+    assert ("pixel_values" in names) == (kind != "llama") and ("token_type_ids" in names) == (kind == "gemma3")
+    assert ("moe_mm_token_type_ids" in names) == (kind == "ernie")
+    assert not {"logits_to_keep", "use_cache", "past_key_values", "kwargs", "never_heard_of"} & set(names)
+    of_base = supported(model, model.base_model)
+    assert not {"labels", "shift_labels", "num_items_in_batch"} & set(of_base) and {"input_ids"} < set(of_base)
+
+
+class Handing(transformers.LlavaModel):
+    """Hands its text model, beside images, a mask that the user did not give."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        own = {"vision_mask": named["input_ids"] == IMAGE} if named.get("pixel_values") is not None else {}
+        return super().forward(*args, **named, **own)
+
+
+def test_what_a_model_hands_to_its_text_model_is_not_said_to_be_given() -> None:
+    model, every = build(EVERY["llava"], dtype=torch.float32), bring("llava", "one", 2, torch.float32)
+    model.model.__class__ = Handing
+    says = (
+        "LlavaForConditionalGeneration hands vision_mask to its LlamaModel, which .* between ranks; train it with data"
+    )
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm), pytest.raises((NotImplementedError, ValueError), match=says):
+            own(**batch_of("llava", "right", every[comm.rank], own))
+
+    run_threads(2, rank)
