@@ -94,8 +94,9 @@ class ParallelTransformer(ParallelModel):
     ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does.
 
     Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
-    training with labels ``out.logits`` is None unless ``logits=True``: the loss is computed in chunks, without
-    ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads make them, are parallel too.
+    training with labels ``out.logits``, and hidden states that a class returns beside it, are None unless
+    ``logits=True``: the loss is computed in chunks, without ``[T, vocabulary]`` logits. Calls of ``model.base_model``,
+    as other libraries' heads make them, are parallel too.
 
     model, comm: as given to `seqpar.parallelize`. plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the
     model's shape, except that each rank computes its own documents where spreading them gains less time than it costs.

@@ -9,7 +9,6 @@ have other values, as they would hide what they multiply, and products are exact
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.integrations.hf.config import ASKED, caching, hiding, text_of
+from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, text_of
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.forward import Forward, Noted, called_by, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, AtHome, pools
@@ -61,11 +60,11 @@ class ModelFit(NamedTuple):
     """The findings on a model that fits.
 
     rules: the masks it asks for. recurrent: whether it has mixers. counting: how it counts positions without
-    position_ids, as in `positions`. result: the output with a row per token. shift: the rows that labels belong to, as
-    in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its loss by
-    num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap: the
-    logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has a
-    pooler. calls: of attention and recurrences in a forward; callers: the classes of the modules that make them.
+    position_ids, as in `positions`. result: the first output with a row per token. shift: the rows that labels belong
+    to, as in `seqpar.data.share`. loss: why its loss cannot be computed here, or "". by_items: whether it divides its
+    loss by num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap:
+    the logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has
+    a pooler. calls: of attention and recurrences in a forward; callers: the classes of the modules that make them.
     at_home: of a head that pools; the rest is then the base model's. of_tokens: whether the logits are of the tokens
     that the output embeddings have.
     """
@@ -213,27 +212,32 @@ def probed(probe: Probe) -> ModelFit | None:
     model, reasons = probe.model, probe.reasons
     whole = probe.on_all()
     hidden = probe.hidden
-    result, pooled = _result(probe, whole)
+    results, pooled = _results(probe, whole)
     recurrent = bool(mixers(model))
     if not probe.rules and not recurrent:
         reasons.append(NO_MASK)
     if reasons:
         return None
-    rows = whole[result]
-    one = probe.on_all(documents=[TOKENS])[result]
-    check_probed(model, rows, one)
-    if not probe.close(rows[:, probe.few], probe.on_few()[result]):
+    result = results[0]
+
+    def alike(a: Any, b: Any, at: Tensor | slice = slice(None)) -> bool:
+        """Whether two outputs are equal, the first at these rows."""
+        return all(probe.close(a[name][:, at], b[name]) for name in results)
+
+    one = probe.on_all(documents=[TOKENS])
+    check_probed(model, whole[result], one[result])
+    if not alike(whole, probe.on_few(), probe.few):
         reasons.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
             "recurrence, n-grams of tokens, positions that are counted)"
         )
-    elif not _by_rows_in_training(probe, result):
+    elif not _by_rows_in_training(probe, results):
         reasons.append("in training mode, tokens meet outside its attention")
     order = torch.cat([probe.few, probe.at[~torch.isin(probe.at, probe.few)]])
-    mixed = probe(probe.ids[order], [TOKENS], order.tolist(), position_ids=order[None])[result]
-    if not probe.close(one[:, order], mixed):
+    mixed = probe(probe.ids[order], [TOKENS], order.tolist(), position_ids=order[None])
+    if not alike(one, mixed, order):
         reasons.append("its attention depends on the order in which a rank holds its rows")
-    if not probe.close(one, probe.by_transformers()[result]):
+    if not alike(one, probe.by_transformers()):
         names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
         reasons.append(
             "its attention is not the function of q, k, v and mask that it hands over (a bias, for example)"
@@ -260,19 +264,20 @@ def probed(probe: Probe) -> ModelFit | None:
     )  # fmt: skip
 
 
-def _result(probe: Probe, out: Any) -> tuple[str, bool]:
-    """The output with a row per token, and whether a pooler's is beside it; others are a reason against the model."""
+def _results(probe: Probe, out: Any) -> tuple[list[str], bool]:
+    """The outputs with a row per token, and whether a pooler's is beside them; others are reasons against the model."""
     reasons = probe.reasons
     fields = {name: value for name, value in out.items() if value is not None}
-    result = next((name for name in PER_TOKEN if name in fields), "")
     pooled = fields.pop(POOLER, None)
-    if not result or fields[result].dim() != 3 or tuple(fields[result].shape[:2]) != (1, TOKENS):
+    given = [name for name in PER_TOKEN if name in fields]
+    results = [name for name in given if fields[name].dim() == 3 and fields[name].shape[:2] == (1, TOKENS)]
+    if not results or results[0] != given[0]:
         reasons.append(f"it returns {sorted(fields)}, {NO_ROWS}")
-    elif other := sorted(fields.keys() - {result}):
+    elif other := sorted(fields.keys() - {*results}):
         reasons.append(f"it also returns {', '.join(other)}, which is not a row per token")
-    elif pooled is not None and not pools(probe.model, fields[result], pooled):
+    elif pooled is not None and not pools(probe.model, fields[results[0]], pooled):
         reasons.append(f"{POOLED}, which is not its pooler's of the first row")
-    return result, pooled is not None
+    return results, pooled is not None
 
 
 def _loss(probe: Probe, whole: Any, labels: Tensor) -> tuple[str, str]:
@@ -307,7 +312,7 @@ def _same(a: Tensor, b: Tensor, size: Tensor) -> bool:
 
 def _by_items(probe: Probe, labels: Tensor) -> bool:
     """Whether a model as written divides its loss by ``num_items_in_batch``: twice as many halve it."""
-    if all(p.kind != p.VAR_KEYWORD for p in inspect.signature(type(probe.model).forward).parameters.values()):
+    if not takes_any(type(probe.model)):
         return True  # callers give it to models that take any keyword
 
     def loss(items: int) -> float:
@@ -319,11 +324,12 @@ def _by_items(probe: Probe, labels: Tensor) -> bool:
         return True
 
 
-def _by_rows_in_training(probe: Probe, result: str) -> bool:
+def _by_rows_in_training(probe: Probe, results: Sequence[str]) -> bool:
     """Whether rows follow their order in training mode too."""
     with _as_in_training(probe):
-        every, few = probe.on_all().get(result), probe.on_few().get(result)
-    return every is None or few is None or probe.close(every[:, probe.few], few)
+        every, few = probe.on_all(), probe.on_few()
+    both = [(every[name], few[name]) for name in results if every.get(name) is not None and few.get(name) is not None]
+    return all(probe.close(a[:, probe.few], b) for a, b in both)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from seqpar.integrations.hf.attention import LAYER, layer_of
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import (
     PLANS,
+    VOCABULARY,
     batches,
     build,
     check,
@@ -507,3 +508,76 @@ def test_a_whole_model_can_be_compiled() -> None:
             each(**batch).loss.backward()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def moshi(kind: Any = transformers.MoshiForCausalLM) -> Any:
+    """A model that returns its last hidden states beside its logits."""
+    torch.manual_seed(3)
+    config = transformers.MoshiConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=8, ffn_dim=48, max_position_embeddings=64, sliding_window=5, audio_vocab_size=32, pad_token_id=0,
+    )  # fmt: skip
+    model = kind._from_config(config, attn_implementation="eager")
+    for p in model.parameters():
+        nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return model.train()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_hidden_states_beside_logits(ranks: int) -> None:
+    model, every = moshi(), batches("right", ranks)
+    check(run_threads(ranks, on_ranks, model, every), one_process(model, every, True), every)
+    weights = torch.randn(32, generator=generator())
+
+    def rank(comm: Comm) -> tuple[Tensor, Any, Tensor]:
+        own, batch = copy.deepcopy(model), every[comm.rank]
+        with seqpar.parallelize(own, comm):
+            hidden = own(**without_labels(batch)).last_hidden_state
+            (hidden @ weights)[kept(batch)].sum().backward()
+            return hidden.detach(), own(**batch).last_hidden_state, own.model.embed_tokens.weight.grad
+
+    for batch, (hidden, labelled, _) in zip(every, found := run_threads(ranks, rank), strict=True):
+        expected = model(**without_labels(batch)).last_hidden_state
+        (expected @ weights)[kept(batch)].sum().backward()
+        assert torch.allclose(hidden[kept(batch)], expected[kept(batch)], atol=1e-5) and labelled is None
+    grad = model.model.embed_tokens.weight.grad
+    assert torch.allclose(sum(x for _, _, x in found), grad, atol=1e-5 * float(grad.abs().max()))
+
+
+class Rolled(transformers.MoshiForCausalLM):
+    """Returns each token's hidden states at the next one."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        out = super().forward(*args, **named)
+        out.last_hidden_state = self.changed(out.last_hidden_state)
+        return out
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden.roll(1, 1)
+
+
+class RolledInTraining(Rolled):
+    """The same in training alone."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden.roll(1, 1) if self.training else hidden
+
+
+class First(Rolled):
+    """Returns the hidden states of the first token."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden[:, :1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Rolled, "several ranks: tokens meet outside its attention"),
+        (RolledInTraining, "in training mode, tokens meet outside its attention"),
+        (First, "it also returns last_hidden_state, which is not a row per token"),
+    ],
+)
+def test_hidden_states_beside_logits_that_are_not_those_of_each_token(kind: Any, says: str) -> None:
+    with pytest.raises(NotImplementedError, match=says):
+        seqpar.parallelize(moshi(kind), LocalComm())
