@@ -32,6 +32,11 @@ KEY = "seqpar"
 DEFAULT = Numerics()
 NUMERICS = "_seqpar_numerics"  # an attribute of the modules of a parallel model whose numerics are not the default
 
+
+class OwnMask(NotImplementedError):
+    """A layer of attention got a mask that transformers.masking_utils did not make."""
+
+
 # Keywords that layers pass to attention functions and that the mask already covers.
 UNUSED = {
     "position_ids", "use_cache", "cache_position", "is_causal", "sliding_window", "return_dict", "output_hidden_states",
@@ -139,7 +144,8 @@ def attention_function(
         raise attention_mask
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
-        raise NotImplementedError(
+        kind = OwnMask if isinstance(attention_mask, Tensor) else NotImplementedError
+        raise kind(
             f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must come from "
             f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
         )

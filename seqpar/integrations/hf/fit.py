@@ -10,12 +10,13 @@ import inspect
 from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.integrations.hf.attention import OwnMask
 from seqpar.integrations.hf.config import NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
@@ -30,6 +31,7 @@ from seqpar.nn.saved_state import saved
 from seqpar.plan import Plan
 
 EMPTY = "it has no parameters"
+OWN_MASK = "it makes its attention mask itself"
 ALONE = f"its forward of {TOKENS} input_ids fails on one process too"
 # Modules that look at other tokens, or at the batch, by design.
 BATCHES = (nn.modules.batchnorm._BatchNorm,)
@@ -109,6 +111,8 @@ def _tried(model: PreTrainedModel) -> ModelFit | list[str]:
         except Exception as error:
             if alone := _fails_alone(model):
                 return [alone]
+            if isinstance(error, OwnMask):
+                return [*probe.reasons, OWN_MASK]
             if isinstance(error, IndexError) and "tensor of dimension 0" in str(error):
                 return ["its attention edits its mask, which is the handle of a plan here"]
             return [*probe.reasons, f"trying it on a few tokens failed: {type(error).__name__}: {error}"]
@@ -142,13 +146,28 @@ def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
 
 
 def _fails_alone(model: PreTrainedModel) -> str:
-    """How a model fails on a few tokens by transformers' own code, or ""."""
-    at = torch.arange(TOKENS, device=model.device)[None]
+    """How a model fails on a few tokens by transformers' own code, or what it takes in their place, or ""."""
+    at = torch.arange(TOKENS, device=model.device)
     with as_written(model):
-        try:
-            model.forward(input_ids=at, **caching(model))
-        except Exception as error:
-            return f"{ALONE}: {type(error).__name__}: {error}"
+        if not (error := _failure(model, at[None])):
+            return ""
+        books = getattr(model.config, "num_codebooks", None) or 1
+        forms = {
+            "[B * codebooks, S]": at.expand(books, -1),
+            "[B, S, codebooks]": at[None, :, None].expand(1, -1, books),
+        }
+        for form, ids in forms.items() if books > 1 else ():
+            if not _failure(model, ids):
+                return f"it computes input_ids of several codebooks, {form}"
+    return f"{ALONE}: {error}"
+
+
+def _failure(model: PreTrainedModel, ids: Tensor) -> str:
+    """The error of a model's forward, or ""."""
+    try:
+        model.forward(input_ids=ids, **caching(model))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -158,9 +177,8 @@ def _by_sdpa(model: PreTrainedModel) -> bool:
     for causal in (True, False):
         plan = Plan(Mask([TOKENS], causal=causal), Layout.contiguous(TOKENS, 1))
         try:
-            with quiet(model), torch.no_grad(), untried() as told:
-                with sdpa(plan, LocalComm()):
-                    model(input_ids=at, position_ids=at, **caching(model))
+            with quiet(model), torch.no_grad(), untried() as told, sdpa(plan, LocalComm()):
+                model(input_ids=at, position_ids=at, **caching(model))
         except Exception:
             continue
         if not told:

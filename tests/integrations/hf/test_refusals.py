@@ -122,6 +122,12 @@ def opt() -> PreTrainedModel:
     return made("OPTForCausalLM", "OPTConfig", **sizes, num_attention_heads=4, dropout=0.0)()
 
 
+def broken(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose embeddings do not fit its layers."""
+    model.get_input_embeddings()[0] = nn.Embedding(62, 31)
+    return model
+
+
 MEETS = "tokens meet outside its attention"
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "a base class": (made("BartPretrainedModel", "BartConfig", **SMALL), "BartPretrained.* it has no parameters$"),
@@ -177,6 +183,24 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "an edited mask": (made("DogeForCausalLM", "DogeConfig", **TINY, intermediate_size=40), "attention edits its mask"),
     "choices": (made("BertForMultipleChoice", "BertConfig", **TINY, intermediate_size=40), r"\[B, choices, S\]; train"),
+    "codebooks below each other": (
+        made("MusicgenForCausalLM", "MusicgenDecoderConfig", **TINY, ffn_dim=40, num_codebooks=2, pad_token_id=60),
+        r"several ranks: it computes input_ids of several codebooks, \[B \* codebooks, S\]; train it with",
+    ),
+    "codebooks beside each other": (
+        made("CsmBackboneModel", "CsmConfig", **TINY, intermediate_size=40, num_codebooks=3, codebook_size=61,
+             num_key_value_heads=2, head_dim=8, pad_token_id=0),
+        r"several ranks: it computes input_ids of several codebooks, \[B, S, codebooks\]; train it with",
+    ),
+    "codebooks, and a fault": (
+        lambda: broken(made("MusicgenForCausalLM", "MusicgenDecoderConfig", **TINY, ffn_dim=40, num_codebooks=2,
+                            pad_token_id=60)()),
+        "its forward of 13 input_ids fails on one process too: RuntimeError",
+    ),
+    "a mask of its own": (
+        made("LayoutLMForTokenClassification", "LayoutLMConfig", **TINY, intermediate_size=40),
+        "several ranks: it makes its attention mask itself; train it with",
+    ),
     "scores of tokens": (
         made("ElectraForPreTraining", "ElectraConfig", **TINY, intermediate_size=40),
         r"its head returns logits \[3, 7\] of \[3, 7\] tokens",
