@@ -164,13 +164,6 @@ def _marked(x: Tensor) -> tuple[LossCheck, Averaging] | None:
     return None
 
 
-def scale_gradients(results: Iterable[Tensor], by: int) -> None:
-    """Let the gradients of a model's results count that many times."""
-    for x in results:
-        if by != 1 and x.requires_grad:
-            x.register_hook(lambda grad: grad * by)
-
-
 def by_ddp(model: nn.Module) -> Averaging | None:
     """The reduction of this pass's gradients by DistributedDataParallel, called inside its forward."""
     ddp: Any = DistributedDataParallel._get_active_ddp_module()

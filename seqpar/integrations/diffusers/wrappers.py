@@ -13,7 +13,6 @@ from seqpar.dsp.moves import unshard_alike
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
 from seqpar.nn.fingerprint import differing_gradient
-from seqpar.train.wrappers import scale_gradients
 
 
 def attending(
@@ -49,19 +48,22 @@ def gathering_rows(
     part = run.sharing.part(plan.layout.total, run.comm.rank)
     out = unshard_alike(rows, plan, run.comm, dim=1, start=part.start)
     if out.requires_grad:
-        out.register_hook(partial(_compare_gradient, run.comm))
-        scale_gradients([out], run.sharing.average_over)
+        out.register_hook(partial(_entering, run.comm, run.sharing.average_over))
     return out
 
 
-def _compare_gradient(comm: Comm, grad: Tensor) -> None:
-    """Raise ValueError on every rank if the gradient of the whole output differs between ranks. A collective."""
+def _entering(comm: Comm, times: int, grad: Tensor) -> Tensor | None:
+    """The gradient of the whole output as the model takes it, multiplied for a wrapper. A collective.
+
+    Raises: ValueError on every rank if it differs between ranks.
+    """
     if (found := differing_gradient("diffusers: backward", comm, grad)) is not None:
         rank, apart = found
         raise ValueError(
             f"diffusers: the gradient of the output differs between rank 0 and rank {rank}, by about {apart:.0%} "
             "of its norm; compute the whole loss on every rank, from the same target"
         )
+    return grad * times if times > 1 else None
 
 
 def sharing_tuple(
