@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,21 @@ T = TypeVar("T")
 Range = tuple[int, int]  # of memory: its address and bytes
 
 
+def weakly(method: Callable[..., T], gone: T) -> Callable[..., T]:
+    """A bound method as a function that does not keep its object alive, and returns `gone` after that object's end.
+
+    What a channel gives to a part of its own must not hold the channel: a cycle would keep the group's store until the
+    garbage collector runs, and rank 0 of a new group listens at the same port.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> T:
+        found = reference()
+        return gone if found is None else found(*arguments)
+
+    return call
+
+
 class RootCause:
     """The reason for a group's death, in its store: the first rank to write it wins.
 
@@ -26,6 +42,10 @@ class RootCause:
 
     def __init__(self, store: Any, key: str, rank: int, *, patience: float = 2.0) -> None:
         self._store, self._key, self._rank, self._patience = store, key, rank, patience
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store = None
 
     def write(self, reason: str) -> tuple[int, str]:
         """The valid (rank, reason): this one, unless another rank was first."""
@@ -76,7 +96,8 @@ class RootCause:
         return int(rank), reason
 
     def _patiently(self, access: Callable[[], T]) -> T | None:
-        if sys.is_finalizing():  # a thread would never start, and this one would wait for it
+        # at the end of the process a thread would never start, and this one would wait for it
+        if self._store is None or sys.is_finalizing():
             return None
         box: list[T] = []
 

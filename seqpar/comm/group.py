@@ -42,7 +42,7 @@ from torch import Tensor
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
 from seqpar.comm.entry import uncompiled
-from seqpar.comm.failure import Monitor, RootCause
+from seqpar.comm.failure import Monitor, RootCause, weakly
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
 from seqpar.comm.host_pool import HostPool
 from seqpar.comm.interrupt import Interrupt
@@ -127,8 +127,8 @@ class GroupChannel(ProcessChannel):
         # gloo's threads must end before the interpreter does, or C++ may end the process for it
         self.owner = Owner(self, self.rank, self._groups)
         self.root_cause = RootCause(own_store, "root cause", self.rank)
-        self.monitor = Monitor(timeout, self.fail, self.look)
-        self.interrupt = Interrupt(lambda tag: self.fail(f"in {describe(tag)}: interrupted by Ctrl-C"))
+        self.monitor = Monitor(timeout, weakly(self.fail, None), weakly(self.look, gone=True))
+        self.interrupt = Interrupt(weakly(self._give_up, None))
         self.calls = deque(maxlen=REMEMBERED)
 
     def _check(self, check: str) -> _Arrival:
@@ -158,6 +158,9 @@ class GroupChannel(ProcessChannel):
         self._hang_up()
         self._abort_nccl()
 
+    def _give_up(self, tag: Tag) -> None:
+        self.fail(f"in {describe(tag)}: interrupted by Ctrl-C")
+
     def look(self) -> bool:
         """Whether the group is dead, as far as this rank knows or any rank wrote."""
         if self.cause is None and (standing := self.root_cause.read()):
@@ -177,10 +180,14 @@ class GroupChannel(ProcessChannel):
         log.log(level, "rank %d: %s: rank %d: %s", self.rank, what, *self.cause)
 
     def close(self) -> None:
-        """Free NCCL's communicators, if they are the comm's own. Every rank calls it, after its last wait."""
+        """Let go of the group, and free what is the comm's own. Every rank calls it, after its last wait."""
+        self.cause = self.rank, "the comm is closed"
         if self.nccl is not None:
             self.nccl.close()
-        self.cause = (self.rank, "the comm is closed")
+            self.nccl = None
+        self.interrupt.close()
+        self.root_cause.close()
+        self._groups.clear()
 
     def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
         """The error for one of gloo's while `doing` something that waits for `peer`."""
@@ -456,7 +463,10 @@ class GroupComm(ProcessComm[GroupChannel]):
         return _GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
 
     def close(self) -> None:
-        """Free the comm's NCCL communicators, after its last wait. A collective; afterwards the comm is dead."""
+        """Let go of the group and its store, after the last wait and before `destroy_process_group`. A collective.
+
+        It frees the comm's own connections and NCCL communicators; afterwards the comm is dead.
+        """
         self.agree("GroupComm.close", {})
         self._channel.close()
 

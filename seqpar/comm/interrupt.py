@@ -20,6 +20,7 @@ class Interrupt:
     def __init__(self, give_up: Callable[[Any], None]) -> None:
         self._give_up = give_up
         self._files: tuple[int, int] | None = None
+        self._stop: Callable[[], object] = lambda: None
         self._awaited: Any = None
         self._before = -1  # the wake-up file descriptor of someone else
 
@@ -38,11 +39,16 @@ class Interrupt:
         """Stop watching."""
         signal.set_wakeup_fd(self._before)
 
+    def close(self) -> None:
+        """End the thread."""
+        self._stop()
+        self._files = None
+
     def _start(self) -> tuple[int, int]:
         self._files = reading, writing = os.pipe()
         os.set_blocking(writing, False)
         # closing the writing end ends the thread
-        weakref.finalize(self, os.close, writing)
+        self._stop = weakref.finalize(self, os.close, writing)
         threading.Thread(target=_watch, args=(reading, weakref.ref(self)), name="seqpar Ctrl-C", daemon=True).start()
         return self._files
 

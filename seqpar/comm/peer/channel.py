@@ -44,7 +44,7 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.arguments import check_pool
 from seqpar.comm.base import Channel, waited
-from seqpar.comm.failure import Monitor
+from seqpar.comm.failure import Monitor, weakly
 from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import row_major
@@ -140,7 +140,7 @@ class PeerChannel(Channel):
         self.cramped = False  # whether a message had to come in pieces
         self.poisoned = threading.Event()
         self.closing, self.closed = threading.Lock(), False  # held while streams get orders to release
-        self.monitor = Monitor(timeout, self._stuck, self._look)
+        self.monitor = Monitor(timeout, weakly(self._stuck, None), weakly(self._look, gone=True))
 
     def _open_mail(self, addresses: Sequence[list[int]]) -> None:
         error = None

@@ -195,5 +195,10 @@ class PeerComm(CommBase[PeerChannel]):
             raise
 
     def close(self) -> None:
-        """Free the pool, whose tensors must not be in use. A collective; afterwards the comm is dead."""
+        """Free the pool, whose tensors must not be in use, and let go of the group, before `destroy_process_group`.
+
+        A collective; afterwards the comm is dead.
+        """
         self._channel.close()
+        if isinstance(self._control, ShmComm):
+            self._control.close()

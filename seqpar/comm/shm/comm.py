@@ -100,7 +100,8 @@ class ShmChannel(ProcessChannel):
         rendezvous = Rendezvous("ShmComm", store, self.rank, self.size, timeout)
         self.root_cause = RootCause(store, f"seqpar/ShmComm/{rendezvous.number}/root cause", self.rank)
         self._meet(rendezvous, check, pool_bytes)
-        self.owner, self.pool_bytes = Owner(self, self.rank, [group]), pool_bytes
+        self._group: list[object] = [group]
+        self.owner, self.pool_bytes = Owner(self, self.rank, self._group), pool_bytes
         # re-entrant: the garbage collector may run a dropped work's __del__ inside a locked section
         self.lock = threading.RLock()
         peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -142,6 +143,11 @@ class ShmChannel(ProcessChannel):
         rendezvous.hear(map_all)
         self.ops.shm_ready(self.end)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was let go."""
+        return not self._release.alive
+
     @contextlib.contextmanager
     def _explained(self, pool_bytes: int) -> Iterator[None]:
         try:
@@ -164,12 +170,19 @@ class ShmChannel(ProcessChannel):
     def fail(self, reason: str) -> None:
         """Mark the group dead for `reason`, unless it has a root cause."""
         # a work collected in one cycle with its comm comes after the end: peers read there that it closed
-        if self.owner.in_own_process and self._release.alive and self.cause is None:
+        if self.owner.in_own_process and not self.closed and self.cause is None:
             log.info("rank %d: %s", self.rank, reason)
             self.ops.shm_fail(self.end, reason)
             rank, _, _ = self.ops.shm_cause(self.end).partition(" ")
             if rank in ("", str(self.rank)):
                 self.root_cause.write(reason)
+
+    def close(self) -> None:
+        """Let go of the group and the mapped memory. Every rank calls it, after its last wait."""
+        self._cause = self.rank, "the comm is closed"
+        self._release()
+        self.root_cause.close()
+        self._group.clear()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, spare: bool = False) -> Tensor | None:
         """Memory of the pool, or None if it is full. spare: also from the part that is kept for messages."""
@@ -372,6 +385,14 @@ class ShmComm(ProcessComm[ShmChannel]):
         if device.type != "cpu":
             raise ValueError(f"empty: a tensor on {device}; ShmComm moves CPU tensors: use GroupComm over nccl")
         # a fork has the parent's pool, but not the parent's knowledge of it
-        pooled = self.size > 1 and self._channel.owner.in_own_process
+        pooled = self.size > 1 and self._channel.owner.in_own_process and not self._channel.closed
         tensor = self._channel.empty(shape, dtype) if pooled else None
         return torch.empty(tuple(shape), dtype=dtype, device="cpu") if tensor is None else tensor
+
+    def close(self) -> None:
+        """Let go of the group and its store, after the last wait and before `destroy_process_group`. A collective.
+
+        Afterwards the comm is dead; tensors keep their memory.
+        """
+        self.agree("ShmComm.close", {})
+        self._channel.close()
