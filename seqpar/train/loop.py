@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import threading
 import warnings
 import weakref
@@ -105,13 +106,19 @@ class Loop:
     def _gather(self, what: str, value: Any, error: Exception | None, facts: Mapping[str, object]) -> list[Any]:
         try:
             return self.comm.gather(what, value, error, facts=facts)
-        except PeerError as lost:
-            happened = f"{what} (gathering): "
-            if any(text in str(lost) for text in (f"{happened}waited", f"{happened}lost", f"to agree on {what}")):
+        except PeerError as error:
+            said, happened = str(error), f"{what} (gathering): "
+            told = f"{said.partition(DEAD)[0]}{DEAD}"
+            if lost := re.search(rf"{re.escape(happened)}lost (?:the connection to )?(rank \d+)", said):
                 raise PeerError(
-                    f"{str(lost).partition(DEAD)[0]}{DEAD}; give every rank as many batches as the others, or run the "
-                    "model on one rank alone inside `with handle.local():`, where handle is what `parallelize` returned"
-                ) from lost
+                    f"{told}; see in the log of {lost[1]} why it ended, and if it had no batch left, give every rank "
+                    "as many as the others"
+                ) from error
+            if f"{happened}waited" in said or f"to agree on {what}" in said:
+                raise PeerError(
+                    f"{told}; give every rank as many batches as the others, or run the model on one rank alone inside "
+                    "`with handle.local():`, where handle is what `parallelize` returned"
+                ) from error
             raise
 
     def note_wrapper(self, what: str, *, averaged: bool) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm
 from seqpar.comm import LocalComm, PeerError
-from seqpar.testing import run_threads
+from seqpar.testing import run_processes, run_threads
 from seqpar.train import all_sum, sync_gradients, token_mean
 from tests.advice.remedies import advised, default_group
 from tests.comm.cases import impatient
@@ -220,6 +222,38 @@ def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:
         return all(map(is_right, found[:2])) and found[2:] == [pytest.approx(ALONE, rel=1e-5)] * comm.rank
 
     assert run_threads(2, even) == [True, True]
+
+
+def ends_first(comm: Comm, folder: Path) -> bool:
+    """The loader of rank 1 has one batch less, and its process ends."""
+    model = copy.deepcopy(MODEL)
+    seqpar.parallelize(model, comm)
+    with torch.no_grad():
+        model(**EVERY[comm.rank])
+        if comm.rank:
+            os._exit(0)
+        with advised(
+            PeerError,
+            "see in the log of {} why it ended, and if it had no batch left, give every rank as many as the others",
+        ):
+            model(**EVERY[comm.rank])
+    (folder / "told").touch()
+    return True
+
+
+def evenly(comm: Comm) -> bool:
+    """Both ranks have two batches."""
+    model = copy.deepcopy(MODEL)
+    seqpar.parallelize(model, comm)
+    return all([is_right(model(**EVERY[comm.rank]).loss.detach()) for _ in range(2)])
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_rank_that_ends_has_its_reason_in_its_log(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 1: its process died with exit code 0"):
+        run_processes(2, ends_first, tmp_path, comm=kind)
+    assert (tmp_path / "told").exists()
+    assert run_processes(2, evenly, comm=kind) == [True, True]
 
 
 @pytest.mark.parametrize("averaged", [True, False])
