@@ -77,7 +77,7 @@ ORDER = {
     """,
     "comm": """
         entry protocol arguments header owner failure interrupt rendezvous base local nccl sums host_pool group
-        shm/comm shm
+        shm/board shm/comm shm
         peer/signals peer/cuda peer/memory peer/pool peer/pieces peer/channel peer/comm peer
         __init__
     """,

@@ -384,6 +384,18 @@ def waited(doing: str, timeout: float, *peers: int, more: str = "") -> str:
     )
 
 
+def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "") -> str:
+    """The reason for an error, as `waited`, where ranks wait for each other: the last one of the chain is to blame.
+
+    more: what the first one has to do, in words, if it is the last one too.
+    """
+    *through, last = chain
+    if through:
+        s, wait = ("s", "wait") if len(through) > 1 else ("", "waits")
+        more = f", for which rank{s} {', '.join(map(str, through))} {wait} too"
+    return waited(doing, timeout, last, more=more)
+
+
 def is_group(x: object) -> bool:
     """Whether a comm can be made of x: a process group or a device mesh."""
     return dist.is_available() and isinstance(x, (dist.ProcessGroup, dist.device_mesh.DeviceMesh))

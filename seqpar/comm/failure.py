@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 Range = tuple[int, int]  # of memory: its address and bytes
 
+ANSWERING = 1.2  # seconds in which a rank that waits has answered whom it waits for: two of its looks
+
 
 def weakly(method: Callable[..., T], gone: T) -> Callable[..., T]:
     """A bound method as a function that does not keep its object alive, and returns `gone` after that object's end.
@@ -55,7 +57,7 @@ class RootCause:
     def read(self, grace: float = 0.0) -> tuple[int, str] | None:
         """The (rank, reason) in the store, after waiting up to `grace` seconds for one."""
         deadline = time.monotonic() + min(grace, self._patience)
-        text = self._patiently(lambda: self._poll(deadline))
+        text = self._patiently(lambda: self._poll(deadline, ANSWERING if grace else 0.0))
         return self._parse(text) if text else None
 
     def roll_call(self, name: str, ranks: Sequence[int], grace: float = 1.0) -> set[int]:
@@ -73,6 +75,37 @@ class RootCause:
 
         return self._patiently(listen) or {self._rank}
 
+    def chain(self, peer: int) -> list[int]:
+        """Ranks from an awaited one on: each says that it waits for the next one, but the last does not answer.
+
+        Only `peer` if they wait for each other in a cycle, or if the store does not answer.
+        """
+        found, deadline = [peer], time.monotonic() + ANSWERING
+
+        def follow() -> list[int]:
+            self.answer(peer)
+            self._store.set(f"{self._key}/asked", "")
+            while time.monotonic() < deadline:
+                key = f"{self._key}/waits/{found[-1]}"
+                if not self._store.check([key]):
+                    time.sleep(0.02)
+                    continue
+                after = int(self._store.get(key))
+                if after in (self._rank, *found):
+                    return [peer]
+                found.append(after)
+            return found
+
+        return self._patiently(follow) or [peer]
+
+    def asked(self) -> bool:
+        """Whether a rank asks whom the others wait for. On the calling thread: not for one that others wait for."""
+        return bool(self._store.check([f"{self._key}/asked"]))
+
+    def answer(self, peer: int) -> None:
+        """Tell whom this rank waits for, on the calling thread."""
+        self._store.set(f"{self._key}/waits/{self._rank}", str(peer))
+
     def note_refusal(self, agreement: str, why: str) -> None:
         """Write why this rank refuses a call, before it sends word of it: others may not compare that call."""
         self._patiently(lambda: self._store.set(f"{self._key}/refused/{agreement}/{self._rank}", why))
@@ -83,9 +116,11 @@ class RootCause:
         found = self._patiently(lambda: bytes(self._store.get(key)) if self._store.check([key]) else b"")
         return (found or b"").decode()
 
-    def _poll(self, deadline: float) -> bytes | None:
+    def _poll(self, deadline: float, asking: float) -> bytes | None:
+        """The cause, if it comes before the deadline, or `asking` seconds later where a rank asks others before."""
         while not self._store.check([self._key]):
-            if time.monotonic() >= deadline:
+            late = time.monotonic() - deadline
+            if late >= asking or (late >= 0 and not self.asked()):
                 return None
             time.sleep(0.02)
         return bytes(self._store.get(self._key))

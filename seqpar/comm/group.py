@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors
-from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
+from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, held_up, process_group, waited
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import Monitor, RootCause, weakly
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
@@ -128,7 +128,7 @@ class GroupChannel(ProcessChannel):
         self.owner = Owner(self, self.rank, self._groups)
         self.root_cause = RootCause(own_store, "root cause", self.rank)
         self.monitor = Monitor(timeout, weakly(self.fail, None), weakly(self.look, gone=True))
-        self.interrupt = Interrupt(weakly(self._give_up, None))
+        self.interrupt = Interrupt(weakly(self._give_up, None), weakly(self._answer, None))
         self.calls = deque(maxlen=REMEMBERED)
 
     def _check(self, check: str) -> _Arrival:
@@ -158,8 +158,17 @@ class GroupChannel(ProcessChannel):
         self._hang_up()
         self._abort_nccl()
 
-    def _give_up(self, tag: Tag) -> None:
-        self.fail(f"in {describe(tag)}: interrupted by Ctrl-C")
+    def _give_up(self, work: _GlooWork) -> None:
+        self.fail(f"in {describe(work.tag)}: interrupted by Ctrl-C")
+
+    def _answer(self, work: _GlooWork) -> None:
+        """Tell a rank that asks, since its wait has lasted too long, whom this one waits for."""
+        peer = work.awaited()
+        try:
+            if peer is not None and self.cause is None and self.root_cause.asked():
+                self.root_cause.answer(peer)
+        except RuntimeError as error:
+            log.info("rank %d: the group's store does not answer: %s", self.rank, error)
 
     def look(self) -> bool:
         """Whether the group is dead, as far as this rank knows or any rank wrote."""
@@ -180,7 +189,7 @@ class GroupChannel(ProcessChannel):
         log.log(level, "rank %d: %s: rank %d: %s", self.rank, what, *self.cause)
 
     def close(self) -> None:
-        """Let go of the group, and free what is the comm's own. Every rank calls it, after its last wait."""
+        """Let go of the group, and free the comm's own connections. Every rank calls it, after its last wait."""
         self.cause = self.rank, "the comm is closed"
         if self.nccl is not None:
             self.nccl.close()
@@ -193,7 +202,12 @@ class GroupChannel(ProcessChannel):
         """The error for one of gloo's while `doing` something that waits for `peer`."""
         timed_out = _timed_out(error)
         what = f"waited {self.timeout:g} s for" if timed_out else "lost the connection to"
-        reason = waited(doing, self.timeout, peer) if timed_out else f"{doing}: lost the connection to rank {peer}"
+        if not timed_out:
+            reason = f"{doing}: lost the connection to rank {peer}"
+        elif self.look():
+            return self.error(f"{doing}, {what} rank {peer}")
+        else:
+            reason = held_up(doing, self.timeout, self.root_cause.chain(peer))
         # a lost connection often means another rank failed, and that rank is about to write why
         self.fail(reason, grace=0.0 if timed_out else 1.0)
         return self.error(f"{doing}, {what} rank {peer}")
@@ -226,6 +240,14 @@ class GroupChannel(ProcessChannel):
 def _timed_out(error: RuntimeError) -> bool:
     # gloo has one type of error for everything
     return "timed out" in str(error).lower()
+
+
+def _completed(work: dist.Work) -> bool:
+    """Whether a work was waited for with success; gloo does not tell earlier."""
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:
+        return False
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -318,7 +340,7 @@ class _GlooWork(WorkBase[GroupChannel]):
         channel = self._channel
         channel.owner.check()
         deadline = time.monotonic() + channel.timeout
-        watched = channel.interrupt.begin(self._tag)
+        listened = channel.interrupt.begin(self)
         try:
             for message in self._messages:
                 if channel.cause is not None:
@@ -330,9 +352,17 @@ class _GlooWork(WorkBase[GroupChannel]):
                 if message.expected:
                     self._land(message)
         finally:
-            if watched:
-                channel.interrupt.end()
+            channel.interrupt.end(listened)
         self._messages = []
+
+    @property
+    def tag(self) -> Tag:
+        """The exchange."""
+        return self._tag
+
+    def awaited(self) -> int | None:
+        """The peer of the first message that has not come, or gone; None if that is over. From any thread."""
+        return next((message.peer for message in self._messages if not _completed(message.work)), None)
 
     def _land(self, message: _GlooMessage) -> None:
         """Compare a header, and copy the bytes after it to their tensors.

@@ -1,43 +1,50 @@
-"""Ctrl-C during a wait in C++ code, which Python would only notice after the wait."""
+"""Beside a wait in C++ code: Ctrl-C, which Python would only notice after it, and a look now and then."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+LOOKING = 0.5  # seconds between two looks
+
 
 class Interrupt:
-    """Watches for Ctrl-C while the main thread waits, between `begin` and `end`.
+    """A thread beside the waits between `begin` and `end`.
 
-    give_up: ends the wait; called on another thread with the awaited object. Nothing is watched on other threads, which
-    get no signals, nor if the program has its own handler of Ctrl-C, since it may continue afterwards.
+    give_up: ends the wait after Ctrl-C; called on that thread with the awaited object. Nobody listens for Ctrl-C while
+    other threads wait, which get no signals, nor if the program has its own handler, since it may continue afterwards.
+    look: called on that thread with the awaited object from time to time, once a wait has lasted that long.
     """
 
-    def __init__(self, give_up: Callable[[Any], None]) -> None:
-        self._give_up = give_up
+    def __init__(self, give_up: Callable[[Any], object], look: Callable[[Any], object]) -> None:
+        self._give_up, self._look = give_up, look
         self._files: tuple[int, int] | None = None
         self._stop: Callable[[], object] = lambda: None
         self._awaited: Any = None
+        self._seen = 0  # the id of what was awaited at the last look
         self._before = -1  # the wake-up file descriptor of someone else
 
     def begin(self, awaited: Any) -> bool:
-        """Start watching; returns whether it does. If so, `end` must follow."""
+        """Start watching; `end` must follow, with what this returns: whether Ctrl-C is listened for."""
+        _, writing = self._files or self._start()
+        self._awaited = awaited
         if threading.current_thread() is not threading.main_thread():
             return False
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return False
-        reading, writing = self._files or self._start()
-        self._awaited = awaited
         self._before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         return True
 
-    def end(self) -> None:
+    def end(self, listened: bool) -> None:
         """Stop watching."""
-        signal.set_wakeup_fd(self._before)
+        self._awaited = None
+        if listened:
+            signal.set_wakeup_fd(self._before)
 
     def close(self) -> None:
         """End the thread."""
@@ -59,12 +66,25 @@ class Interrupt:
         if signal.SIGINT in signals:
             self._give_up(self._awaited)
 
+    def idle(self) -> None:
+        """Look at a wait that stands since the last look."""
+        awaited, seen = self._awaited, self._seen
+        self._seen = id(awaited)
+        if awaited is not None and seen == id(awaited):
+            self._look(awaited)
+
 
 def _watch(reading: int, interrupt: weakref.ref[Interrupt]) -> None:
-    while signals := os.read(reading, 64):
+    listening = select.poll()
+    listening.register(reading, select.POLLIN)
+    while True:
+        signals = os.read(reading, 64) if listening.poll(1000 * LOOKING) else None
         target = interrupt()
-        if target is None:
+        if signals == b"" or target is None:
             break
-        target.heard(signals)
+        if signals is None:
+            target.idle()
+        else:
+            target.heard(signals)
         del target
     os.close(reading)

@@ -35,18 +35,20 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, process_group, waited
+from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, held_up, process_group
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import Stats, Tag, Work, checked_sides
 from seqpar.comm.rendezvous import Rendezvous, machine
+from seqpar.comm.shm.board import Board
 
 log = logging.getLogger("seqpar.comm")
 
 POOL_BYTES = 64 << 30  # address space, not memory: pages are allocated when touched
 SLICE = 0.05  # seconds between two checks that peers are alive
+BEATING = 1.0  # seconds in which a rank that waits has beaten, however busy the machine is
 NOTHING_OFFERED, OTHER_HEADER = 0, 2  # answers of shm_push; 1: the bytes moved
 
 
@@ -112,7 +114,7 @@ class ShmChannel(ProcessChannel):
         self.calls = deque(maxlen=REMEMBERED)
 
     def _meet(self, rendezvous: Rendezvous, check: str, pool_bytes: int) -> None:
-        def make() -> tuple[list[str], list[int]]:
+        def make() -> tuple[list[str], list[int], list[int]]:
             # in the rendezvous, so that no rank waits for one with wrong arguments
             check_arguments("ShmComm", self.timeout, check)
             check_pool("ShmComm", pool_bytes)
@@ -123,17 +125,22 @@ class ShmChannel(ProcessChannel):
             self.ops = native.ops()
             with self._explained(pool_bytes):
                 self.end = self.ops.shm_open(self.rank, self.size, pool_bytes)
-            self._release = weakref.finalize(self, self.ops.shm_close, self.end)
-            return machine(), self.ops.shm_address(self.end)
+                self._release = weakref.finalize(self, self.ops.shm_close, self.end)
+                if self.rank == 0:
+                    self.board = Board(0, self.size)
+            return machine(), self.ops.shm_address(self.end), self.board.address if self.rank == 0 else []
 
         def map_all() -> None:
-            for rank, (_, address) in enumerate(ends):
+            for rank, (_, address, _) in enumerate(ends):
                 if rank != self.rank:
                     with self._explained(pool_bytes):
                         self.ops.shm_map(self.end, rank, address)
+            if self.rank:
+                with self._explained(pool_bytes):
+                    self.board = Board(self.rank, self.size, ends[0][2])
 
         ends = rendezvous.hear(make, check=check)
-        elsewhere = [rank for rank, (where, _) in enumerate(ends) if where[:2] != ends[0][0][:2]]
+        elsewhere = [rank for rank, (where, *_) in enumerate(ends) if where[:2] != ends[0][0][:2]]
         if elsewhere:
             names = sorted({ends[rank][0][2] for rank in elsewhere})
             raise ValueError(
@@ -141,6 +148,7 @@ class ShmChannel(ProcessChannel):
                 "container, whose processes can map each other's memory; use GroupComm"
             )
         rendezvous.hear(map_all)
+        self.board.mapped()
         self.ops.shm_ready(self.end)
 
     @property
@@ -152,7 +160,7 @@ class ShmChannel(ProcessChannel):
     def _explained(self, pool_bytes: int) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise RuntimeError(
                 f"ShmComm: rank {self.rank} of {self.size} with pool_bytes={pool_bytes}: {error}; give a smaller "
                 "pool_bytes where address space is short, or use GroupComm where ranks are of several users"
@@ -236,25 +244,35 @@ class ShmChannel(ProcessChannel):
         """
         self.owner.check()
         start = looked = time.monotonic()
-        while True:
-            # any write after this line makes the wait below return at once
-            bell = self.ops.shm_bell(self.end)
-            with self.lock:
-                dead = self.cause is not None
-                if not dead:
-                    self.progress()
-                if not progress.left:
-                    return
-                if dead:
-                    raise self.error(f"in {progress.name}, waiting for {self._first_awaited(progress)}")
-            now = time.monotonic()
-            if now - looked >= SLICE:
-                looked = now
-                self._look(progress, now - start)
-            self.ops.shm_wait(self.end, bell, SLICE)
+        before: list[int] = []
+        try:
+            while True:
+                # any write after this line makes the wait below return at once
+                bell = self.ops.shm_bell(self.end)
+                with self.lock:
+                    dead = self.cause is not None
+                    if not dead:
+                        self.progress()
+                    if not progress.left:
+                        return
+                    if dead:
+                        raise self.error(f"in {progress.name}, waiting for {self._first_awaited(progress)}")
+                now = time.monotonic()
+                if now - looked >= SLICE:
+                    looked = now
+                    if not before and now - start >= self.timeout - BEATING:
+                        before = self.board.read()
+                    self._look(progress, now - start, before)
+                self.ops.shm_wait(self.end, bell, SLICE)
+        finally:
+            if looked != start:
+                self.board.clear()
 
-    def _look(self, progress: _MessagesLeft, seconds: float) -> None:
-        """Fail if an awaited peer is gone, or was awaited for too long."""
+    def _look(self, progress: _MessagesLeft, seconds: float, before: Sequence[int]) -> None:
+        """Fail if an awaited peer is gone, or was awaited for too long; tell the board otherwise.
+
+        before: what the board said a while ago, if that is almost so long.
+        """
         with self.lock:
             for peer, _ in self._awaited(progress):
                 if why := lost(self.end, peer):
@@ -262,10 +280,13 @@ class ShmChannel(ProcessChannel):
                     self.progress()
                     if progress.left:
                         return self.fail(f"in {progress.name}: lost rank {peer}, {why}")
-            if progress.left and seconds >= self.timeout:
-                peer, *_ = self._awaited(progress)[0]
+            if not progress.left:
+                return
+            peer, *_ = self._awaited(progress)[0]
+            self.board.beat(peer)
+            if seconds >= self.timeout:
                 does = self._first_awaited(progress).removeprefix(f"rank {peer}")
-                self.fail(waited(f"in {progress.name}", self.timeout, peer, more=does))
+                self.fail(held_up(f"in {progress.name}", self.timeout, self.board.chain(peer, before), does))
 
     def _awaited(self, progress: _MessagesLeft) -> list[tuple[int, bool]]:
         """The peers that an exchange waits for, each with whether it has to send."""
