@@ -57,7 +57,8 @@ def test_memory_outlives_its_comm_and_nothing_leaks():
     for rank, (values, before, kept, after) in enumerate(results):
         assert values == [[10 * n + rank] * 3 for n in range(12)]
         assert kept == 12, "one pool for each tensor, and nothing else"
-        assert after == before
+        assert after[0] <= before[0], "open files; those of a case before may still be closed meanwhile"
+        assert after[1] == before[1], "mappings"
 
 
 def test_tensors_that_cannot_travel_are_refused():
