@@ -380,16 +380,7 @@ class Parallelized(ParallelModel):
             codes.own = code_of(seen.modules), weights, global_rank()
         every, weighed, ranks = zip(*codes.every)
         if (found := differing(weighed)) is not None:
-            first, other, stepped = found
-            raise ValueError(
-                f"{what}: ranks {first} and {other} differ in weights"
-                + (
-                    ", as without sync_gradients before an optimizer's steps; start again from equal weights, and call "
-                    "seqpar.train.sync_gradients(model.parameters(), comm) before every step"
-                    if stepped
-                    else "; load the same ones on every rank, or draw them with the same seed"
-                )
-            )
+            raise _unequal(what, *found)
         seen.checks.passed()
         if self.grad == "replicated":
             seen.wrapper = seen.wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
@@ -447,6 +438,17 @@ class Parallelized(ParallelModel):
                 )
             values = {name: hashed(x) for name, x in state.changed.items() if self.check_inputs}
             call.facts = {"buffers that stages changed": values}
+
+
+def _unequal(what: str, first: int, other: int, stepped: bool) -> ValueError:
+    """The error for two ranks with other weights. stepped: whether an optimizer may have stepped since equal ones."""
+    told = f"{what}: ranks {first} and {other} differ in weights"
+    if stepped:
+        return ValueError(
+            f"{told}, as without sync_gradients before an optimizer's steps; start again from equal weights, and call "
+            "seqpar.train.sync_gradients(model.parameters(), comm) before every step"
+        )
+    return ValueError(f"{told}; load the same ones on every rank, or draw them with the same seed")
 
 
 class _Whole(torch.autograd.Function):
