@@ -74,8 +74,9 @@ def test_plans_that_differ_later_are_told(tmp_path, kind):
         assert "(the same call, with another plan, dtype, number of heads or option)" in message, message
         assert message.endswith('which a comm with check="call" compares and names'), message
     for message in run_processes(2, swapped_and_compared, comm=kind):
-        for rank, documents in enumerate(("1 documents", "2 documents")):
-            assert f"Mask(causal, {documents}, 16 tokens) on 2 ranks, plan " in message.split(f" on rank {rank}")[0]
+        for rank, (documents, lengths) in enumerate((("1 documents", "16"), ("2 documents", "4, 12"))):
+            told = f"Mask(causal, {documents}, 16 tokens) of lengths {lengths} on 2 ranks, plan "
+            assert told in message.split(f" on rank {rank}")[0]
         assert message.startswith("attention: ranks differ in plan: Mask(") and message.endswith(
             "; make one plan from the same lengths on every rank, or where each rank loads its own batch, use "
             "seqpar.data.share"

@@ -143,10 +143,12 @@ def remember(comm: Comm, *keys: int, known: object = True) -> None:
 class PlanFact(str):
     """A plan as a fact: its digest, which in messages is told in words. Keeps no plan alive."""
 
-    plan: tuple[Mask, int]  # its mask and ranks
+    mask: Mask
+    ranks: int
 
     def __repr__(self) -> str:
-        return f"{self.plan[0]!r} on {self.plan[1]} ranks, plan {self[:16]}"
+        lengths = ", ".join(map(str, self.mask.lengths[:8])) + (", ..." if len(self.mask.lengths) > 8 else "")
+        return f"{self.mask!r} of lengths {lengths} on {self.ranks} ranks, plan {self[:16]}"
 
 
 def plan_fact(plan: Plan) -> PlanFact:
@@ -156,7 +158,7 @@ def plan_fact(plan: Plan) -> PlanFact:
 
 def _plan_fact(plan: Plan) -> PlanFact:
     fact = PlanFact(plan.digest())
-    fact.plan = plan.mask, plan.ranks
+    fact.mask, fact.ranks = plan.mask, plan.ranks
     return fact
 
 
