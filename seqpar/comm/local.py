@@ -32,6 +32,7 @@ import pickle
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -564,6 +565,9 @@ class LocalComm(CommBase[_LocalChannel]):
         return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what)
 
 
+_warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms that `warn_alone` has told of
+
+
 def warn_alone(comm: Comm, who: str, *, stacklevel: int) -> None:
     """Warn once of a `LocalComm()` where torch.distributed has several processes, which would all compute alone.
 
@@ -571,9 +575,9 @@ def warn_alone(comm: Comm, who: str, *, stacklevel: int) -> None:
     """
     if type(comm) is not LocalComm or comm._world.size > 1 or not (dist.is_available() and dist.is_initialized()):
         return
-    if dist.get_world_size() == 1 or in_some_comm() or comm._counters.setdefault("warned", False):
+    if dist.get_world_size() == 1 or in_some_comm() or comm in _warned:
         return
-    comm._counters["warned"] = True
+    _warned.add(comm)
     warnings.warn(
         f"{who}: LocalComm() is one rank, but torch.distributed has {dist.get_world_size()} processes, and each would "
         "compute alone; give seqpar.GroupComm(), or seqpar.GroupComm(group) of this process if one is meant",
