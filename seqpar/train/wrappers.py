@@ -66,9 +66,8 @@ class WrapperCheck:
 
     def __init__(self, ranks: frozenset[int], size: int) -> None:
         self.ranks, self.size = ranks, size
-        self._fsdp: tuple[type[nn.Module], Averaging | None] | None = (
-            None  # with the model's class, which FSDP2 changes
-        )
+        # with the class of the model at that time, which `fully_shard` changes
+        self._fsdp: tuple[type[nn.Module], Averaging | None] | None = None
         self._checked = False
 
     def find(self, model: nn.Module) -> Averaging | None:
@@ -113,11 +112,14 @@ class LossCheck:
 
     def mark(self, wrapper: Averaging, results: Iterable[object]) -> None:
         """Mark the results of a forward, by which a loss of them is known."""
+        global _marked_any
+        _marked_any = True
         for x in results:
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 x.grad_fn.metadata[MARK] = self, wrapper
 
 
+_marked_any = False  # in this process; else losses need not look for marks
 MARK = "seqpar: wrapper"  # a key of the metadata of autograd's nodes
 FAR = 64  # nodes between a model's result and its loss
 
@@ -154,7 +156,7 @@ def check_average(what: str, rows: Tensor, average_over: int) -> None:
 
 def _marked(x: Tensor) -> tuple[LossCheck, Averaging] | None:
     """The mark of the forward that x comes from, a few operations away."""
-    found, seen = [x.grad_fn], set[Any]()
+    found, seen = [x.grad_fn] if _marked_any else [], set[Any]()
     for node in found:
         if node is not None and node not in seen and len(seen) < FAR:
             seen.add(node)

@@ -24,7 +24,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.diffusers import parallelize
 from seqpar.integrations.diffusers.recipes import RECIPES
-from seqpar.integrations.diffusers.wrappers import _entering
+from seqpar.integrations.diffusers.wrappers import _gradient_of_output
 from seqpar.nn.fingerprint import fingerprint, weights_of
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
@@ -1043,7 +1043,7 @@ def test_gradients_of_an_output_of_any_size_are_compared(what: str, size: int, d
 
     def rank(comm: Comm) -> None:
         with pytest.raises(ValueError, match="gradient of the output differs between rank 0 and rank 1"):
-            _entering(comm, 1, grads[comm.rank])
+            _gradient_of_output(comm, 1, grads[comm.rank])
 
     run_threads(2, rank)
 
@@ -1053,7 +1053,7 @@ def test_gradients_may_differ_in_their_last_digits(size: int) -> None:
     grad = random(size, seed=1).bfloat16()
     up = torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).short()
     grads = [grad, (grad.view(torch.int16) + up).view(torch.bfloat16)]
-    run_threads(2, lambda comm: _entering(comm, 1, grads[comm.rank]))
+    run_threads(2, lambda comm: _gradient_of_output(comm, 1, grads[comm.rank]))
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])

@@ -193,23 +193,29 @@ def test_models_that_are_sharded_after_a_forward_are_told_too() -> None:
     assert [len(texts) for texts in run_processes(2, sharded_later)] == [2, 0]
 
 
-def replicas(comm: Comm) -> list[str]:
-    """DDP over 4 ranks, of which 2 share a sequence."""
+def replicas(comm: Comm) -> tuple[list[str], float]:
+    """DDP over 4 ranks, of which 2 share a sequence: warnings, and how far the advised gradient is from one process."""
     torch.manual_seed(0)
     model, x, labels = Decoder(), torch.randn(1, TOKENS, E), torch.arange(TOKENS) % VOCABULARY
+    plain = copy.deepcopy(model)
+    F.cross_entropy(plain(x)[0], labels).backward()
     pair = seqpar.GroupComm(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))["sp"])
     plan = seqpar.plan_batch([TOKENS], 2)
     seqpar.parallelize(model, pair, sdpa=True, plan=plan)
     net = nn.parallel.DistributedDataParallel(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        wanted = seqpar.shard(labels, plan, pair.rank)
-        cross_entropy(net(seqpar.shard(x, plan, pair.rank, dim=1))[0], wanted, valid=2 * TOKENS).backward()
-    return [str(each.message) for each in caught if "average_over" in str(each.message)]
+        own, wanted = seqpar.shard(x, plan, pair.rank, dim=1), seqpar.shard(labels, plan, pair.rank)
+        cross_entropy(net(own)[0], wanted, valid=2 * TOKENS).backward()
+    net.zero_grad()
+    cross_entropy(net(own)[0], wanted, valid=2 * TOKENS, average_over=4).backward()
+    apart = float((model.qkv.weight.grad - plain.qkv.weight.grad).abs().max())
+    return [str(each.message) for each in caught if "average_over" in str(each.message)], apart
 
 
 def test_the_labels_that_count_decide() -> None:
-    for (text,) in run_processes(4, replicas):
+    for (text,), apart in run_processes(4, replicas):
+        assert apart < 1e-6
         assert "divides the sum of 4 ranks' gradients by 4, so that they are 1/2 of this loss's" in text
         assert text.endswith("give it average_over=2 (or 4, where `valid` counts the labels of all 4 ranks)")
 

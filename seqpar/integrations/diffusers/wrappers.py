@@ -48,11 +48,11 @@ def gathering_rows(
     part = run.sharing.part(plan.layout.total, run.comm.rank)
     out = unshard_alike(rows, plan, run.comm, dim=1, start=part.start)
     if out.requires_grad:
-        out.register_hook(partial(_entering, run.comm, run.sharing.average_over))
+        out.register_hook(partial(_gradient_of_output, run.comm, run.sharing.average_over))
     return out
 
 
-def _entering(comm: Comm, times: int, grad: Tensor) -> Tensor | None:
+def _gradient_of_output(comm: Comm, times: int, grad: Tensor) -> Tensor | None:
     """The gradient of the whole output as the model takes it, multiplied for a wrapper. A collective.
 
     Raises: ValueError on every rank if it differs between ranks.
