@@ -26,7 +26,8 @@ from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_weights
 from seqpar.integrations.probe.inspection import dropping
-from seqpar.integrations.sdpa.reroute import sdpa, untried
+from seqpar.integrations.sdpa.reroute import sdpa
+from seqpar.integrations.sdpa.trials import untried
 from seqpar.nn.saved_state import saved
 from seqpar.plan import Plan
 

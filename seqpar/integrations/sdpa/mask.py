@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.comm import Comm
 from seqpar.facts.intervals import Spans, expand, linear_spans
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
+from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
 
 
@@ -99,3 +105,44 @@ def seen_pairs(mask: Tensor) -> Tensor:
             "seqpar.fetch_all for another bias"
         )
     return seen
+
+
+class KnownMask:
+    """The last mask and what was derived from it; layers of a model share their mask."""
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self.version, self.known = -1, None
+
+    def of(self, mask: Tensor, find: Callable[[Tensor], Any]) -> Any:
+        """``find(mask)``, cached while the mask stays the same. Equal on all ranks, as all run the same program."""
+        version = -1 if mask.is_inference() else mask._version
+        if self.mask is not mask or self.version != version or version < 0:
+            self.known = find(mask)
+            self.mask, self.version = mask, version
+        return self.known
+
+
+def plan_under(mask: Tensor, plan: Plan, comm: Comm, *, hinted: bool) -> Plan:
+    """The plan under the mask whose rows every rank gives. A collective.
+
+    hinted: whether the mask is a triangle that the caller says is causal.
+    """
+    rank = comm.rank
+    with gathering("sdpa: attn_mask", comm) as bounds:
+        if hinted and np.count_nonzero(plan.mask.lengths) > 1:
+            raise ValueError(
+                "sdpa: multi-head attention with is_causal=True and the triangle of all rows may be causal inside "
+                f"the documents of {plan.mask!r} or across them; give it the mask of the documents, "
+                "~torch.block_diag(...) of their triangles, or a plan of one document"
+            )
+        if not plan.rows(rank):
+            mask = mask.new_zeros(0, plan.mask.kv_tokens)
+        rows = bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens)
+        bounds.own = compressed(*rows, plan.layout.tokens(rank))
+    lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
+    for peer, spans in enumerate(bounds.every):
+        at = plan.layout.positions(peer)
+        lo[at], hi[at] = expanded(spans, at.size)
+    lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None
+    return plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))

@@ -15,7 +15,8 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
-from seqpar.integrations.sdpa.reroute import Local, Rerouting, refused, sdpa, warn_untried
+from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
+from seqpar.integrations.sdpa.trials import refused, warn_untried
 from seqpar.nn.code import code_among
 from seqpar.nn.fingerprint import COMPARED, leaves
 from seqpar.nn.wrap import ParallelModel, refuse_unready

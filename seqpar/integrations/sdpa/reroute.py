@@ -8,15 +8,12 @@ error.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,33 +25,23 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.local import warn_alone
 from seqpar.facts.mask import Mask
-from seqpar.integrations.probe.calls import CallWay, ModelCall, outermost, way_of
-from seqpar.integrations.probe.inspection import SEES, dropping, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.probe.stand_ins import stand_in
-from seqpar.integrations.sdpa.mask import bounds_of, compressed, expanded, is_lower_triangle, samples_meet, seen_pairs
-from seqpar.nn.code import Code, code_among, under_autocast
+from seqpar.integrations.sdpa.fused import FUSED_PATHS, attends, in_flex_attention
+from seqpar.integrations.sdpa.mask import KnownMask, is_lower_triangle, plan_under, samples_meet, seen_pairs
+from seqpar.integrations.sdpa.trials import ModelsInside
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import errors_on_all_ranks, gathering, remember
+from seqpar.ops.core.agreement import errors_on_all_ranks, remember
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
-from seqpar.train import check_model
 
 Local = Callable[[Tensor, Tensor], bool]
 
 _REROUTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
-# Fused functions and operators, PyTorch's and others', that compute attention and must not be overlooked.
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
-_FUSED = {
-    torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, torch._scaled_dot_product_attention_math,
-    torch._scaled_dot_product_flash_attention, torch._scaled_dot_product_efficient_attention,
-    torch._scaled_dot_product_cudnn_attention, torch._scaled_dot_product_flash_attention_for_cpu,
-}  # fmt: skip
-_NEVER_FILLED = (Tensor, bool, int, float, str, type(None))
 
 
 def sdpa(
@@ -103,53 +90,6 @@ def sdpa(
     return Rerouting(plan, comm, local, dropout_seed, Numerics.checked(accuracy, deterministic))
 
 
-class _FusedPaths:
-    """``with FUSED_PATHS:`` PyTorch's own switch for them is off while any thread is inside; it is one for all."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and not torch.backends.mha.get_fastpath_enabled():
-                torch.backends.mha.set_fastpath_enabled(self._before)
-
-
-FUSED_PATHS = _FusedPaths()
-
-
-class KnownMask:
-    """The last mask and what was derived from it; layers of a model share their mask."""
-
-    def __init__(self) -> None:
-        self.mask: Tensor | None = None
-        self.version, self.known = -1, None
-
-    def of(self, mask: Tensor, find: Callable[[Tensor], Any]) -> Any:
-        """``find(mask)``, cached while the mask stays the same. Equal on all ranks, as all run the same program."""
-        version = -1 if mask.is_inference() else mask._version
-        if self.mask is not mask or self.version != version or version < 0:
-            self.known = find(mask)
-            self.mask, self.version = mask, version
-        return self.known
-
-
-class ModelUse(NamedTuple):
-    """A model that a block has called: its code then, and the arguments of its first call in each way."""
-
-    model: nn.Module
-    code: Code
-    ways: dict[CallWay, tuple[Any, Any]]
-
-
 class Rerouting(TorchFunctionMode):
     """The mode of one block. first: the number of its first call, for seeds; again: whether a checkpoint recomputes."""
 
@@ -166,16 +106,14 @@ class Rerouting(TorchFunctionMode):
         self.triangle, self.masked = KnownMask(), KnownMask()
         self.shapes: tuple[torch.Size, ...] = ()  # of the last call's query and key, as `local` gets them
         self.tries = tries and not again
-        self.below: FrameType | None = None
-        self.noticed: dict[str, Any] | None = None  # the keyword arguments of the last call that attended
-        self.called: dict[tuple[nn.Module, bool], ModelUse] = {}  # by module and whether it was training
+        self.models: ModelsInside | None = None
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
             raise RuntimeError("sdpa: this block is entered already; enter a new one to nest them")
         self.surroundings = nullcontext() if under_trial() else parallel(self.plan, self.comm)
         self.calls, self.outside = self.first, under_way()
-        self.below = _entering(sys._getframe(1)) if self.tries else None
+        self.models = ModelsInside(self.plan, self.comm, self._alike, sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()
         FUSED_PATHS.__enter__()
         super().__enter__()
@@ -187,18 +125,18 @@ class Rerouting(TorchFunctionMode):
         FUSED_PATHS.__exit__()
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
         self.triangle, self.masked = KnownMask(), KnownMask()
-        called, self.called, self.below, self.noticed = self.called, {}, None, None
+        models, self.models = self.models, None
         if surroundings is not None:
             surroundings.__exit__(kind, error, trace)
-        if isinstance(error, Exception) and _in_flex_attention(trace):
+        if isinstance(error, Exception) and in_flex_attention(trace):
             self._refuse_fused("flex_attention", error)
         if kind is None and switched:
             raise RuntimeError(
                 "sdpa: torch.backends.mha.set_fastpath_enabled(True) inside the block lets encoder layers in eval "
                 "attend to a shard alone"
             )
-        if kind is None and called and not under_trial():
-            self._try_all(list(called.values()))
+        if kind is None and models is not None and not under_trial():
+            models.try_all()
         if kind is None and self.calls == self.first and not self.again:
             raise RuntimeError(
                 "sdpa: no attention was rerouted inside the block, in which the model called neither "
@@ -211,7 +149,7 @@ class Rerouting(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _REROUTED:
             return self._reroute(func, args, kwargs)
-        if func in _FUSED or (isinstance(func, _OPERATORS) and _attends(str(func))):
+        if attends(func):
             self._refuse_fused(str(func))
         return func(*args, **kwargs)
 
@@ -362,10 +300,14 @@ class Rerouting(TorchFunctionMode):
                 )
             seed = self._seed_of(dropout_p)
             run_again_inside(self._again(self.calls), self, self.outside)
-        plan = self.plan if mask is None else self.masked.of(mask, partial(self._plan_under, hinted=hinted))
+        plan = (
+            self.plan
+            if mask is None
+            else self.masked.of(mask, partial(plan_under, plan=self.plan, comm=self.comm, hinted=hinted))
+        )
         self.calls += 1
-        if self.tries:
-            self._notice()
+        if self.models is not None:
+            self.models.notice()
         q, k, v = map(_dense, (q, k, v))
         out = attention(
             q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed,
@@ -411,64 +353,9 @@ class Rerouting(TorchFunctionMode):
                 stacklevel=2,
             )
 
-    def _notice(self) -> None:
-        """Record the call of a module that attends inside this block, to try it when the block ends."""
-        if (outer := outermost(self.below)) is None:
-            return
-        model, args, kwargs = outer
-        if self.noticed is kwargs:  # another layer of the same call
-            return
-        self.noticed = kwargs
-        use = self.called.get((model, model.training))
-        if use is None:
-            use = self.called[model, model.training] = ModelUse(model, code_among(self.comm.size, model.modules()), {})
-        use.ways.setdefault(way_of(args, kwargs, model.training), (args, kwargs))
-
-    @uncompiled
-    def _try_all(self, uses: list[ModelUse]) -> None:
-        """Try the models that the block has called, where such calls were not tried before. A collective.
-
-        Raises: NotImplementedError on every rank if the rows of a model do not follow on some.
-        """
-        told = [(use.code, code_among(self.comm.size, use.model.modules()).written) for use in uses]
-        every = self.comm.gather("sdpa: what models run", told)
-        for number, use in enumerate(uses):
-            found = [other[number] for other in every if number < len(other)]
-            codes, first = [code for code, _ in found], True
-            for way, (args, kwargs) in use.ways.items():
-                calls = [ModelCall(use.model, self.plan, self.comm, each, codes, use.code) for each in (None, way)]
-                calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
-                first, due = False, [call for call in calls if call.is_due()]
-                if due:
-                    with under_autocast(way.autocast):
-                        self._try(due, args, kwargs)
-                    if any(code.written != now for code, now in found):
-                        warn_untried(
-                            use.model,
-                            "modules, hooks or modes were changed back before it was tried",
-                        )
-                elif why := calls[0].changed() if calls else None:
-                    warn_untried(use.model, why)
-
-    def _try(self, calls: list[ModelCall], args: Any, kwargs: Any) -> None:
-        """Try a call of a model.
-
-        calls: those that are due: what all ranks try, and the way that this one is called in.
-        """
-        call, *alike = calls
-        model = call.model
-        if call.shared:
-            check_model(model)
-            if model.training and (reasons := dropping(model) + renorming(model)):
-                raise refused(model, reasons)
-        verdict = call.tried(model, args, kwargs, partial(sdpa, self.plan, self.comm, local=self.local), alike=alike)
-        if why := call.untried(verdict):
-            if verdict.error and not all(isinstance(x, _NEVER_FILLED) for x in (*args, *kwargs.values())):
-                why += (
-                    ", when arguments that the forward fills, such as a cache, were full already; give it to "
-                    "seqpar.parallelize(model, comm, sdpa=True), which tries it before its forward"
-                )
-            warn_untried(model, why)
+    def _alike(self) -> Rerouting:
+        """A block for trials of what this one called."""
+        return sdpa(self.plan, self.comm, local=self.local)
 
     def _again(self, first: int) -> Callable[[], Rerouting]:
         def again() -> Rerouting:
@@ -513,27 +400,6 @@ class Rerouting(TorchFunctionMode):
             "one has all", lambda: every in [[plan.rows(rank, side) for side in sides] for rank in range(plan.ranks)]
         )
 
-    def _plan_under(self, mask: Tensor, hinted: bool) -> Plan:
-        """The plan under the mask whose rows every rank gives. A collective."""
-        plan, rank = self.plan, self.comm.rank
-        with gathering("sdpa: attn_mask", self.comm) as bounds:
-            if hinted and np.count_nonzero(plan.mask.lengths) > 1:
-                raise ValueError(
-                    "sdpa: multi-head attention with is_causal=True and the triangle of all rows may be causal inside "
-                    f"the documents of {plan.mask!r} or across them; give it the mask of the documents, "
-                    "~torch.block_diag(...) of their triangles, or a plan of one document"
-                )
-            if not plan.rows(rank):
-                mask = mask.new_zeros(0, plan.mask.kv_tokens)
-            rows = bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens)
-            bounds.own = compressed(*rows, plan.layout.tokens(rank))
-        lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
-        for peer, spans in enumerate(bounds.every):
-            at = plan.layout.positions(peer)
-            lo[at], hi[at] = expanded(spans, at.size)
-        lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None
-        return plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))
-
 
 def _check_kinds(tensors: list[Tensor], mask: Tensor | None) -> None:
     """Raise NotImplementedError for tensors whose rows or values cannot be read as those of others."""
@@ -551,72 +417,8 @@ def _check_kinds(tensors: list[Tensor], mask: Tensor | None) -> None:
         raise NotImplementedError(f"sdpa: attn_mask has layout {mask.layout}; give attn_mask.to_dense()")
 
 
-def _attends(operator: str) -> bool:
-    """Whether an operator is attention, by its name, and not seqpar's own."""
-    return not operator.startswith("seqpar.") and ("attention" in operator or "attn" in operator)
-
-
-def _entering(frame: FrameType | None) -> FrameType | None:
-    """The frame that enters a block, perhaps through an ExitStack."""
-    while frame is not None and frame.f_code.co_filename == contextlib.__file__:
-        frame = frame.f_back
-    return frame
-
-
-def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
-    """The error for a model that cannot be computed row by row."""
-    told = f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}"
-    if reasons[-1].startswith(SEES) and "(Conv1d)" in reasons[-1]:
-        told += (
-            "; compute a causal depthwise convolution by seqpar.recurrent.causal_conv1d, or train with data "
-            "parallelism, whole sequences on each rank"
-        )
-    return NotImplementedError(told)
-
-
-class _Untried(threading.local):
-    """What this thread has told of models whose trials show nothing, while a block of `untried` collects it."""
-
-    told: list[str] | None = None
-
-
-_untried = _Untried()
-
-
-@contextmanager
-def untried() -> Iterator[list[str]]:
-    """A block that collects what `warn_untried` would warn of in this thread: filters of warnings are one for all."""
-    before, _untried.told = _untried.told, []
-    try:
-        yield _untried.told
-    finally:
-        _untried.told = before
-
-
-def warn_untried(model: nn.Module, why: str) -> None:
-    """Warn about a model whose trials show nothing, at the line of the program that called it."""
-    message = f"it is not known whether {type(model).__name__} mixes rows outside its attention: {why}"
-    if _untried.told is not None:
-        _untried.told.append(message)
-        return
-    frame, level, inside = sys._getframe(1), 2, ("seqpar.", "torch.", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
-
-
 def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return query, key
-
-
-def _in_flex_attention(trace: TracebackType | None) -> bool:
-    """Whether an error comes from flex_attention, which traces its operator: what refuses that is dynamo's error."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    while module is not None and trace is not None:
-        if trace.tb_frame.f_code is module.flex_attention.__code__:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _dense(x: Tensor) -> Tensor:
