@@ -190,7 +190,7 @@ class GroupChannel(ProcessChannel):
 
     def close(self) -> None:
         """Let go of the group, and free the comm's own connections. Every rank calls it, after its last wait."""
-        self.cause = self.rank, "the comm is closed"
+        self.cause = self.cause or (self.rank, "the comm is closed")
         if self.nccl is not None:
             self.nccl.close()
             self.nccl = None
@@ -495,9 +495,12 @@ class GroupComm(ProcessComm[GroupChannel]):
     def close(self) -> None:
         """Let go of the group and its store, after the last wait and before `destroy_process_group`. A collective.
 
-        It frees the comm's own connections and NCCL communicators; afterwards the comm is dead.
+        It frees the comm's own connections and NCCL communicators; afterwards the comm is dead. Of a dead comm each
+        rank closes its own part, so that a `finally` may close it.
         """
-        self.agree("GroupComm.close", {})
+        self._channel.owner.check()
+        if self._channel.cause is None:
+            self.agree("GroupComm.close", {})
         self._channel.close()
 
 

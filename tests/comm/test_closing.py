@@ -100,7 +100,8 @@ def closed(comm: Comm) -> list[str]:
     all_sum(torch.ones(1), mine)
     mine.close()
     said = []
-    for verb in (mine.check, mine.close, lambda: mine.agree("x", {}), lambda: all_sum(torch.ones(1), mine)):
+    mine.close()
+    for verb in (mine.check, lambda: mine.agree("x", {}), lambda: all_sum(torch.ones(1), mine)):
         with pytest.raises(PeerError) as raised:
             verb()
         said.append(str(raised.value))
@@ -111,7 +112,29 @@ def closed(comm: Comm) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_verb_says_that_the_comm_is_closed(kind: str) -> None:
     for rank, said in enumerate(run_processes(2, closed, comm=kind)):
-        assert said == [f"rank {rank}: the comm is closed; the comm is dead"] * 4
+        assert said == [f"rank {rank}: the comm is closed; the comm is dead"] * 3
+
+
+def closed_after_a_failure(comm: Comm) -> str:
+    """What a rank of another comm that died says once it has closed it."""
+    mine: Any = type(comm)()
+    with pytest.raises((PeerError, ValueError)):
+        try:
+            if comm.rank == 1:
+                mine.abort("a test")
+            all_sum(torch.ones(1), mine)
+        finally:
+            mine.close()
+    mine.close()
+    with pytest.raises(PeerError) as raised:
+        mine.check()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dead_comm_is_closed_by_each_rank(kind: str) -> None:
+    for said in run_processes(2, closed_after_a_failure, comm=kind):
+        assert "rank 1: a test; the comm is dead" in said
 
 
 def outlives(comm: ShmComm) -> list[float]:

@@ -197,8 +197,9 @@ class PeerComm(CommBase[PeerChannel]):
     def close(self) -> None:
         """Free the pool, whose tensors must not be in use, and let go of the group, before `destroy_process_group`.
 
-        A collective; afterwards the comm is dead.
+        A collective; afterwards the comm is dead. A comm that is dead before keeps its pool: peers may write to it.
         """
-        self._channel.close()
+        if self._channel.cause is None:
+            self._channel.close()
         if isinstance(self._control, ShmComm):
             self._control.close()

@@ -187,7 +187,7 @@ class ShmChannel(ProcessChannel):
 
     def close(self) -> None:
         """Let go of the group and the mapped memory. Every rank calls it, after its last wait."""
-        self._cause = self.rank, "the comm is closed"
+        self._cause = self.cause or (self.rank, "the comm is closed")
         self._release()
         self.root_cause.close()
         self._group.clear()
@@ -413,7 +413,10 @@ class ShmComm(ProcessComm[ShmChannel]):
     def close(self) -> None:
         """Let go of the group and its store, after the last wait and before `destroy_process_group`. A collective.
 
-        Afterwards the comm is dead; tensors keep their memory.
+        Afterwards the comm is dead; tensors keep their memory. Of a dead comm each rank closes its own part, so that a
+        `finally` may close it.
         """
-        self.agree("ShmComm.close", {})
+        self._channel.owner.check()
+        if self._channel.cause is None:
+            self.agree("ShmComm.close", {})
         self._channel.close()
