@@ -37,10 +37,10 @@ class OwnMask(NotImplementedError):
     """A layer of attention got a mask that transformers.masking_utils did not make."""
 
 
-# Keywords that layers pass to attention functions and that the mask already covers.
+# Keywords that layers pass to attention functions, which ignore them or find them in the mask.
 UNUSED = {
     "position_ids", "use_cache", "cache_position", "is_causal", "sliding_window", "return_dict", "output_hidden_states",
-    "layer_idx", "deterministic",
+    "layer_idx", "deterministic", "token_type_ids",
 }  # fmt: skip
 
 

@@ -94,6 +94,13 @@ def test_hidden_states_embeddings_and_tuples() -> None:
             torch.testing.assert_close(state[at], whole[at], rtol=1e-5, atol=1e-5)
 
 
+def test_token_types_that_the_model_ignores() -> None:
+    """As a tokenizer of another model may add them."""
+    model, every = build("llama"), batches("left", 2)
+    typed = [batch | {"token_type_ids": batch["attention_mask"].clone()} for batch in every]
+    check(run_threads(2, on_ranks, model, typed), one_process(model, every, True), every)
+
+
 def test_a_base_model_and_gradients_of_embeddings() -> None:
     model = build("qwen3").model
     batch = packed(generator(), [7, 12])
