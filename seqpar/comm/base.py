@@ -58,6 +58,10 @@ class Channel:
         if self.cause is not None:
             raise self.error(doing)
 
+    def close(self) -> None:
+        """Let go of what the channel holds. Every rank calls it, after its last wait."""
+        raise NotImplementedError
+
 
 class ProcessChannel(Channel):
     """A channel of processes. timeout: seconds after which a wait fails. calls: the latest exchanges posted."""
@@ -168,6 +172,23 @@ class CommBase(Generic[C]):
     def abort(self, reason: str) -> None:
         """Make this rank's reason the root cause, unless there is one, and wake every rank that waits for it."""
         self._channel.fail(reason)
+
+    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
+        """Compare the facts of all ranks: see `Comm.agree`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the comm on all ranks: see `Comm.close`."""
+        self._refuse_sub()
+        if self._channel.cause is None:
+            self.agree(f"{type(self).__name__}.close", {})
+        self._channel.close()
+
+    def _refuse_sub(self) -> None:
+        if self._scope:
+            raise ValueError(
+                f"a comm of ranks {list(self._scope)} of another comm is closed with it; close that comm, on all ranks"
+            )
 
     def next_call(self) -> int:
         """The number of the verb that starts now."""

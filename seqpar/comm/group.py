@@ -190,6 +190,7 @@ class GroupChannel(ProcessChannel):
 
     def close(self) -> None:
         """Let go of the group, and free the comm's own connections. Every rank calls it, after its last wait."""
+        self.owner.check()
         self.cause = self.cause or (self.rank, "the comm is closed")
         if self.nccl is not None:
             self.nccl.close()
@@ -491,17 +492,6 @@ class GroupComm(ProcessComm[GroupChannel]):
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         # on the twin, whatever the group's backend
         return _GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
-
-    def close(self) -> None:
-        """Let go of the group and its store, after the last wait and before `destroy_process_group`. A collective.
-
-        It frees the comm's own connections and NCCL communicators; afterwards the comm is dead. Of a dead comm each
-        rank closes its own part, so that a `finally` may close it.
-        """
-        self._channel.owner.check()
-        if self._channel.cause is None:
-            self.agree("GroupComm.close", {})
-        self._channel.close()
 
 
 def _twin(store: Any, rank: int, size: int, timeout: float) -> Any:

@@ -447,16 +447,20 @@ class _LocalChannel(Channel):
     """One rank's end of a world."""
 
     def __init__(self, world: _World, rank: int) -> None:
-        self.world, self.rank, self.size = world, rank, world.size
+        self.world, self.rank, self.size, self.closed = world, rank, world.size, False
 
     @property
     def cause(self) -> tuple[int, str] | None:
         """The (rank, reason) that killed the world, or None."""
-        return self.world.failure
+        return (self.rank, "the comm is closed") if self.closed else self.world.failure
 
     def fail(self, reason: str) -> None:
         """Make this rank's reason the root cause, unless there is one."""
         self.world.fail(self.rank, reason)
+
+    def close(self) -> None:
+        """Refuse what comes."""
+        self.closed = True
 
 
 class _LocalWork(WorkBase[_LocalChannel]):

@@ -217,6 +217,16 @@ class Comm(Protocol):
         """Publish (rank, reason) as the root cause for peers, unless there is one, and mark this comm dead."""
         ...
 
+    def close(self) -> None:
+        """Free connections and let go of the group's store, after the last wait. A collective; the comm is dead then.
+
+        It comes before `destroy_process_group`. Tensors keep their memory, but for a `PeerComm`'s. Of a comm that is
+        dead already each rank closes its own part, so that a `finally` may call it, also twice.
+
+        Raises: ValueError for a sub; PeerError if a rank does not close the comm.
+        """
+        ...
+
 
 # The lanes of an exchange, in the order of posting: the slower one starts first.
 LANES = ACROSS, INSIDE = 0, 1

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar import Comm, ShmComm, native
+from seqpar import Comm, LocalComm, ShmComm, native
 from seqpar.comm import PeerError
-from seqpar.testing import run_processes
+from seqpar.testing import run_processes, run_threads
 from seqpar.train import all_sum
 
 WITHOUT_SHM = native.missing()
@@ -113,6 +113,35 @@ def closed(comm: Comm) -> list[str]:
 def test_every_verb_says_that_the_comm_is_closed(kind: str) -> None:
     for rank, said in enumerate(run_processes(2, closed, comm=kind)):
         assert said == [f"rank {rank}: the comm is closed; the comm is dead"] * 3
+
+
+def closed_threads(comm: Comm) -> list[str]:
+    """What verbs of a closed `LocalComm` say."""
+    with pytest.raises(
+        ValueError, match=r"comm of ranks \[0, 1\] of another comm is closed with it; close that comm, on"
+    ):
+        comm.sub([0, 1]).close()
+    x = torch.ones(1)
+    assert float(all_sum(x, comm)) == 2.0
+    comm.close()
+    comm.close()
+    said = []
+    for verb in (
+        comm.check,
+        lambda: comm.agree("x", {}),
+        lambda: all_sum(x, comm),
+        lambda: all_sum(x, comm.sub([0, 1])),
+    ):
+        with pytest.raises(PeerError) as raised:
+            verb()
+        said.append(str(raised.value).replace(" cannot go on", "").replace("; root cause:", ":"))
+    return said
+
+
+def test_a_local_comm_is_closed_as_well() -> None:
+    for rank, said in enumerate(run_threads(2, closed_threads)):
+        assert said == [f"rank {rank}: the comm is closed; the comm is dead"] * 4
+    LocalComm().close()
 
 
 def closed_after_a_failure(comm: Comm) -> str:

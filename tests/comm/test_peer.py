@@ -429,6 +429,9 @@ def test_close_gives_the_memory_back_and_says_so():
     def rank_main(comm):
         x = torch.ones(2)
         comm.exchange({1 - comm.rank: [x]}, {1 - comm.rank: [x.clone()]}, tag=tag(0)).wait()
+        with pytest.raises(ValueError, match="closed with it; close that comm, on all ranks"):
+            comm.sub([0, 1]).close()
+        comm.close()
         comm.close()
         with pytest.raises(PeerError, match="the comm is closed"):
             comm.check()

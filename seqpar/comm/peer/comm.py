@@ -199,6 +199,7 @@ class PeerComm(CommBase[PeerChannel]):
 
         A collective; afterwards the comm is dead. A comm that is dead before keeps its pool: peers may write to it.
         """
+        self._refuse_sub()
         if self._channel.cause is None:
             self._channel.close()
         if isinstance(self._control, ShmComm):

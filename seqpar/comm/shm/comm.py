@@ -187,6 +187,7 @@ class ShmChannel(ProcessChannel):
 
     def close(self) -> None:
         """Let go of the group and the mapped memory. Every rank calls it, after its last wait."""
+        self.owner.check()
         self._cause = self.cause or (self.rank, "the comm is closed")
         self._release()
         self.root_cause.close()
@@ -409,14 +410,3 @@ class ShmComm(ProcessComm[ShmChannel]):
         pooled = self.size > 1 and self._channel.owner.in_own_process and not self._channel.closed
         tensor = self._channel.empty(shape, dtype) if pooled else None
         return torch.empty(tuple(shape), dtype=dtype, device="cpu") if tensor is None else tensor
-
-    def close(self) -> None:
-        """Let go of the group and its store, after the last wait and before `destroy_process_group`. A collective.
-
-        Afterwards the comm is dead; tensors keep their memory. Of a dead comm each rank closes its own part, so that a
-        `finally` may close it.
-        """
-        self._channel.owner.check()
-        if self._channel.cause is None:
-            self.agree("ShmComm.close", {})
-        self._channel.close()
