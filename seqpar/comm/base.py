@@ -341,6 +341,15 @@ class WorkBase(Generic[C]):
     def __init__(self, channel: C, tag: Tag, stats: Stats | None) -> None:
         self._channel, self._tag, self._stats, self._waited = channel, tag, stats, False
 
+    @property
+    def tag(self) -> Tag:
+        """Of the exchange."""
+        return self._tag
+
+    def awaited(self) -> int | None:
+        """The peer that a wait stands for; None if it is over, or stands for all peers. From any thread."""
+        return None
+
     @uncompiled
     def wait(self) -> None:
         """Return when the exchange is complete: see `Work.wait`."""

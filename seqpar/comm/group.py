@@ -45,7 +45,7 @@ from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import Monitor, RootCause, weakly
 from seqpar.comm.header import HEADER_BYTES, REMEMBERED, WORDS, Header, describe, mismatch
 from seqpar.comm.host_pool import HostPool
-from seqpar.comm.interrupt import Interrupt
+from seqpar.comm.interrupt import Awaited, Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import Collectives, PeerError, Round, Stats, Tag, Work, checked_sides, refuse_capture, rounds
@@ -158,10 +158,10 @@ class GroupChannel(ProcessChannel):
         self._hang_up()
         self._abort_nccl()
 
-    def _give_up(self, work: _GlooWork) -> None:
+    def _give_up(self, work: Awaited) -> None:
         self.fail(f"in {describe(work.tag)}: interrupted by Ctrl-C")
 
-    def _answer(self, work: _GlooWork) -> None:
+    def _answer(self, work: Awaited) -> None:
         """Tell a rank that asks, since its wait has lasted too long, whom this one waits for."""
         peer = work.awaited()
         try:
@@ -355,11 +355,6 @@ class _GlooWork(WorkBase[GroupChannel]):
         finally:
             channel.interrupt.end(listened)
         self._messages = []
-
-    @property
-    def tag(self) -> Tag:
-        """The exchange."""
-        return self._tag
 
     def awaited(self) -> int | None:
         """The peer of the first message that has not come, or gone; None if that is over. From any thread."""

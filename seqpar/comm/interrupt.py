@@ -8,9 +8,24 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
+
+from seqpar.comm.protocol import Tag
 
 LOOKING = 0.5  # seconds between two looks
+
+
+class Awaited(Protocol):
+    """A work that a rank waits for."""
+
+    @property
+    def tag(self) -> Tag:
+        """Of the exchange."""
+        ...
+
+    def awaited(self) -> int | None:
+        """The peer that the wait stands for; None if it is over, or stands for all peers. From any thread."""
+        ...
 
 
 class Interrupt:
@@ -21,15 +36,15 @@ class Interrupt:
     look: called on that thread with the awaited object from time to time, once a wait has lasted that long.
     """
 
-    def __init__(self, give_up: Callable[[Any], object], look: Callable[[Any], object]) -> None:
+    def __init__(self, give_up: Callable[[Awaited], object], look: Callable[[Awaited], object]) -> None:
         self._give_up, self._look = give_up, look
         self._files: tuple[int, int] | None = None
         self._stop: Callable[[], object] = lambda: None
-        self._awaited: Any = None
+        self._awaited: Awaited | None = None
         self._seen = 0  # the id of what was awaited at the last look
         self._before = -1  # the wake-up file descriptor of someone else
 
-    def begin(self, awaited: Any) -> bool:
+    def begin(self, awaited: Awaited) -> bool:
         """Start watching; `end` must follow, with what this returns: whether Ctrl-C is listened for."""
         _, writing = self._files or self._start()
         self._awaited = awaited
@@ -63,8 +78,8 @@ class Interrupt:
         """Handle the numbers of signals that arrived."""
         if self._before != -1:
             os.write(self._before, signals)
-        if signal.SIGINT in signals:
-            self._give_up(self._awaited)
+        if signal.SIGINT in signals and (awaited := self._awaited) is not None:
+            self._give_up(awaited)
 
     def idle(self) -> None:
         """Look at a wait that stands since the last look."""

@@ -8,7 +8,7 @@ addends are summed. No message says whether ranks are in the same call, with ten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,28 +18,32 @@ from seqpar.comm.base import WorkBase
 from seqpar.comm.header import describe
 from seqpar.comm.protocol import Stats, Tag, refuse_capture
 
+if TYPE_CHECKING:
+    from seqpar.comm.group import GroupChannel
+
 HALVES = (torch.float16, torch.bfloat16)
 BY_NCCL = (*HALVES, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
-class _Collective(WorkBase[Any]):
+class _Collective(WorkBase["GroupChannel"]):
     """A collective in progress, and the tensors that it reads and writes."""
 
-    def __init__(self, channel: Any, tag: Tag, stats: Stats, work: dist.Work, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, channel: GroupChannel, tag: Tag, stats: Stats, work: dist.Work, tensors: Sequence[Tensor]
+    ) -> None:  # fmt: skip
         super().__init__(channel, tag, stats)
         self._work, self._tensors = work, tensors
 
     def _finish(self) -> None:
         channel = self._channel
         channel.owner.check()
-        watched = channel.interrupt.begin(self._tag)
+        listened = channel.interrupt.begin(self)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise channel.interrupted(f"in {describe(self._tag)}", error) from error
         finally:
-            if watched:
-                channel.interrupt.end()
+            channel.interrupt.end(listened)
         if channel.cause is not None:
             raise channel.error(f"in {describe(self._tag)}")
 
@@ -50,13 +54,14 @@ class _Collective(WorkBase[Any]):
 class NcclSums:
     """`Collectives` for CUDA tensors, on the communicator of a channel."""
 
-    def __init__(self, channel: Any, stats: Stats) -> None:
+    def __init__(self, channel: GroupChannel, stats: Stats) -> None:
         self._channel, self._stats = channel, stats
 
     def sum_(self, flat: Tensor, tag: Tag) -> None:
         """See `Collectives`."""
         refuse_capture(tag)
         channel, nccl = self._channel, self._channel.nccl
+        assert nccl is not None
         wide = flat.float() if flat.dtype in HALVES else flat
         own = flat.view(channel.size, -1)[channel.rank]
         total = wide.view(channel.size, -1)[channel.rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -149,7 +150,11 @@ def summed(comm: Comm, dtype: torch.dtype) -> tuple[list[list[float]], int]:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
         mine.stats.reset()
+        # as in a program, whose waits listen for Ctrl-C
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         sync_gradients(several, mine, bucket_bytes=100)
+        assert signal.set_wakeup_fd(-1) == -1
+        signal.signal(signal.SIGINT, before)
     return [p.grad.unique().tolist() for p in several if p.grad is not None], mine.stats.bytes_sent
 
 
