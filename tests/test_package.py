@@ -33,7 +33,7 @@ PACKAGE = ROOT / "seqpar"
 FACTS = {"facts"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
 FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
-FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "dsp", "data", "train", "integrations"}
+FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "foreign", "dsp", "data", "train", "integrations"}
 ANY = None  # floor 4 may use any third party
 TENSORS = {"numpy", "torch"}
 FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
@@ -44,10 +44,11 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "comm": (FACTS | {"native"}, TENSORS),
     "kernels": (FACTS | {"native"}, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
+    "foreign": ({"comm"}, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
     "recurrent": (FLOOR_2, TENSORS),
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
-    "dsp": (FLOOR_2 | {"parallel", "nn", "train"}, TENSORS | {"einops"}),
+    "dsp": (FLOOR_2 | {"parallel", "foreign", "train"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "launch": (FLOOR_3, ANY),
     "testing": (FLOOR_3 | {"launch"}, ANY),
@@ -76,7 +77,8 @@ ORDER = {
         batch step fit __init__
     """,
     "comm": """
-        entry protocol arguments header owner failure interrupt rendezvous base local nccl sums host_pool group
+        entry protocol arguments header owner failure interrupt rendezvous base local nccl host_pool
+        group_channel over_gloo over_nccl group
         shm/board shm/comm shm
         peer/signals peer/cuda peer/memory peer/pool peer/pieces peer/channel peer/comm peer
         __init__
@@ -94,10 +96,8 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": """
-        checkpoint randomness asleep kinds rounding wrap foreign_hooks saved_state code fingerprint source attention
-        multihead __init__
-    """,
+    "nn": "checkpoint source attention multihead __init__",
+    "foreign": "randomness asleep kinds rounding wrap hooks saved_state code fingerprint __init__",
     "integrations": """
         adapters hf hf/config probe
         probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls

@@ -180,7 +180,9 @@ class Monitor:
         """The memory of works that are not complete."""
         with self._changed:
             outstanding = list(self._outstanding)
-        return [place for works, _, ranges in outstanding if not all(_over(work) for work in works) for place in ranges]
+        return [
+            place for works, _, ranges in outstanding if not all(completed(work) for work in works) for place in ranges
+        ]
 
     def _run(self) -> None:
         since = looked = time.monotonic()
@@ -195,10 +197,10 @@ class Monitor:
                 works, waiting, _ = self._outstanding[0]
             now = time.monotonic()
             try:
-                completed = all(work.is_completed() for work in works)
+                over = all(work.is_completed() for work in works)
             except RuntimeError as error:
                 return self._end(f"failed {waiting}: {error}")
-            if completed:
+            if over:
                 with self._changed:
                     self._outstanding.popleft()
                 since = looked = now
@@ -220,7 +222,7 @@ class Monitor:
                 self._running = False
 
 
-def _over(work: Any) -> bool:
+def completed(work: Any) -> bool:
     """Whether a work is complete; one that failed is not."""
     try:
         return bool(work.is_completed())

@@ -26,12 +26,12 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import whole
-from seqpar.nn.code import Few, KnownCodes, autocast_dtypes, code_of
-from seqpar.nn.fingerprint import WeightChecks, differing, differing_gradient, hashed, leaves
-from seqpar.nn.foreign_hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
-from seqpar.nn.kinds import name_of
-from seqpar.nn.randomness import active_dropout
-from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
+from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
+from seqpar.foreign.fingerprint import WeightChecks, differing, differing_gradient, hashed, leaves
+from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.randomness import active_dropout
+from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.handles import in_graph

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
-from seqpar.nn.fingerprint import leaves
-from seqpar.nn.randomness import draws
-from seqpar.nn.saved_state import OF_MODULES, held
+from seqpar.foreign.fingerprint import leaves
+from seqpar.foreign.randomness import draws
+from seqpar.foreign.saved_state import OF_MODULES, held
 from seqpar.ops.core.agreement import errors_on_all_ranks
 
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows

@@ -23,7 +23,7 @@ from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
 from seqpar.dsp.trial import Trial
-from seqpar.nn.wrap import replaced
+from seqpar.foreign.wrap import replaced
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import run_again_inside, under_way

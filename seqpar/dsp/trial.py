@@ -36,9 +36,9 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
 from seqpar.dsp.spec import Block
-from seqpar.nn.asleep import asleep, awake, is_plain
-from seqpar.nn.rounding import ROUGH, is_rough
-from seqpar.nn.saved_state import OF_MODULES, SavedState, eager, held, saved
+from seqpar.foreign.asleep import asleep, awake, is_plain
+from seqpar.foreign.rounding import ROUGH, is_rough
+from seqpar.foreign.saved_state import OF_MODULES, SavedState, eager, held, saved
 from seqpar.ops.core.compared import gap
 
 log = logging.getLogger("seqpar.dsp")

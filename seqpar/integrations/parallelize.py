@@ -13,7 +13,7 @@ from seqpar.comm.local import warn_alone
 from seqpar.integrations.adapters import is_of, unwrapped
 
 if TYPE_CHECKING:
-    from seqpar.nn.wrap import ParallelModel
+    from seqpar.foreign.wrap import ParallelModel
 
 
 def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any = None, **options: Any) -> ParallelModel:
@@ -91,7 +91,7 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
 
 def _has_spec(model: nn.Module) -> bool:
     from seqpar.dsp.specs import SPECS
-    from seqpar.nn.kinds import name_of
+    from seqpar.foreign.kinds import name_of
 
     return name_of(model) in SPECS
 

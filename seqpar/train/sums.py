@@ -29,8 +29,8 @@ from torch._utils import _unflatten_dense_tensors
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
+from seqpar.comm.over_nccl import HALVES
 from seqpar.comm.protocol import has_memory
-from seqpar.comm.sums import HALVES
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense

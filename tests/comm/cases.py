@@ -521,7 +521,7 @@ def batched(comm, fn, *args):
 
 def as_on_gpus(comm, fn, *args):
     """Runs a case on a comm that has an `Nccl`, with its CPU tensors sent as CUDA tensors are."""
-    over_gloo = group._GlooWork
+    over_gloo = group.GlooWork
 
     def work(channel, scope, tag, sends, recvs, stats):
         return (
@@ -529,7 +529,7 @@ def as_on_gpus(comm, fn, *args):
         )
 
     # the module's name, as an exchange of CPU tensors finds it
-    with mock.patch.object(group, "_GlooWork", work):
+    with mock.patch.object(group, "GlooWork", work):
         return fn(comm, *args)
 
 

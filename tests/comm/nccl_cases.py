@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.comm import Comm, GroupComm, PeerError, group, nccl
+from seqpar.comm import Comm, GroupComm, PeerError, group, group_channel, nccl
+from seqpar.comm.over_nccl import NcclSums
 from seqpar.comm.protocol import Sides
-from seqpar.comm.sums import NcclSums
 from seqpar.testing import dense_attention
 from seqpar.train import sums, sync_gradients
 from tests.cases import Case
@@ -38,9 +38,9 @@ def with_gpus() -> Iterator[None]:
     """A machine of GPUs, in a group that has NCCL. Every process starts on GPU 0."""
     current = [0]
     with (
-        mock.patch.object(group, "_backends", lambda given: {"cpu": "gloo", "cuda": "nccl"}),
-        mock.patch.object(group, "gpu_of", lambda given: torch.device("cpu")),
-        mock.patch.object(group, "own_backend", own_backend),
+        mock.patch.object(group_channel, "_backends", lambda given: {"cpu": "gloo", "cuda": "nccl"}),
+        mock.patch.object(group_channel, "gpu_of", lambda given: torch.device("cpu")),
+        mock.patch.object(group_channel, "own_backend", own_backend),
         mock.patch.multiple(
             torch.cuda,
             is_available=lambda: True,
@@ -125,7 +125,7 @@ def shares(comm: Comm, differs: bool) -> Any:
             made.append((backend, owned))
             super().__init__(OverGloo(backend), owned=owned, **nodes)
 
-    with mock.patch.object(group, "Nccl", Noted), mock.patch.object(group, "CUDA", torch.device("cpu")):
+    with mock.patch.object(group_channel, "Nccl", Noted), mock.patch.object(group_channel, "CUDA", torch.device("cpu")):
         try:
             mine = on_gpus(private=differs and comm.rank == 0)
         except ValueError as error:
@@ -188,7 +188,7 @@ def hangs(comm: Comm) -> tuple[bool, list[str], str]:
 def on_nodes(hosts: str, given: Any = None, **options: Any) -> GroupComm:
     """A comm as `on_gpus` makes it, whose rank r is on the host with the r-th letter."""
     rank = dist.get_rank(given)
-    with mock.patch.object(group, "machine", lambda: ["a boot", "", hosts[rank]]):
+    with mock.patch.object(group_channel, "machine", lambda: ["a boot", "", hosts[rank]]):
         return on_gpus(given, **options)
 
 

@@ -205,7 +205,7 @@ def test_devices_need_their_backend():
 def test_rocm_is_refused(alone, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.2")
     GroupComm()  # gloo alone needs no device
-    monkeypatch.setattr("seqpar.comm.group._backends", lambda group: {"cpu": "gloo", "cuda": "nccl"})
+    monkeypatch.setattr("seqpar.comm.group_channel._backends", lambda group: {"cpu": "gloo", "cuda": "nccl"})
     with pytest.raises(NotImplementedError, match="ROCm"):
         GroupComm()
 

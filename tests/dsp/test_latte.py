@@ -14,7 +14,7 @@ from seqpar.comm import Comm
 from seqpar.dsp import StagePlan, parallelize
 from seqpar.dsp.costs import Costs
 from seqpar.dsp.plan import StageChoice, plan_stages
-from seqpar.nn.foreign_hooks import CACHING, HARMLESS, SKIPPING
+from seqpar.foreign.hooks import CACHING, HARMLESS, SKIPPING
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import clip, latte

@@ -159,7 +159,7 @@ def rank_main(rank: int, size: int, port: int, schedule: Schedule, pipe) -> None
         # faults are the comm's: torch's own group, in which others may still be connecting, has none
         store.wait([f"joined {other}" for other in range(size)])
         fault = Fault(what, event)
-        works = {"gloo": seqpar.comm.group._GlooWork, "shm": seqpar.comm.shm.comm._ShmWork}
+        works = {"gloo": seqpar.comm.over_gloo.GlooWork, "shm": seqpar.comm.shm.comm._ShmWork}
         dealings = (Rendezvous, "_gather"), (Rendezvous, "_swap"), (make, "exchange"), (make, "_post_control")
         for owner, name in (*dealings, (works[kind], "wait")):
             fault.around(owner, name).start()

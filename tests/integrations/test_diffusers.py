@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.foreign.fingerprint import fingerprint, weights_of
 from seqpar.integrations.diffusers import parallelize
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.wrappers import _gradient_of_output
-from seqpar.nn.fingerprint import fingerprint, weights_of
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 from tests.dsp.cases import clip, latte
@@ -928,7 +928,7 @@ def test_weights_are_not_compared_again_for_parts_that_are_trained_in_turns(monk
     model, inputs = made("flux", samples=1)
     read = []
     monkeypatch.setattr(
-        "seqpar.nn.fingerprint.weights_of", lambda *args, **named: read.append(1) or weights_of(*args, **named)
+        "seqpar.foreign.fingerprint.weights_of", lambda *args, **named: read.append(1) or weights_of(*args, **named)
     )
     with parallelize(model, LocalComm()):
         for turn in range(40):

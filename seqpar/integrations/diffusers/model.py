@@ -28,14 +28,14 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
 from seqpar.facts.value import whole
+from seqpar.foreign.code import identity_of
+from seqpar.foreign.fingerprint import WeightChecks, differing, fingerprint, leaves
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
-from seqpar.nn.code import identity_of
-from seqpar.nn.fingerprint import WeightChecks, differing, fingerprint, leaves
-from seqpar.nn.kinds import name_of
-from seqpar.nn.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import under_way

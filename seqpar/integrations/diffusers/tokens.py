@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.nn.fingerprint import WeightChecks
-from seqpar.nn.wrap import ParallelModel
+from seqpar.foreign.fingerprint import WeightChecks
+from seqpar.foreign.wrap import ParallelModel
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
 from seqpar.train.wrappers import WrapperCheck

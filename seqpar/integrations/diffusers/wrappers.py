@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.dsp.moves import unshard_alike
+from seqpar.foreign.fingerprint import differing_gradient
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
-from seqpar.nn.fingerprint import differing_gradient
 
 
 def attending(

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.nn.foreign_hooks import own_code
-from seqpar.nn.kinds import name_of
-from seqpar.nn.wrap import closed_over
+from seqpar.foreign.hooks import own_code
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.wrap import closed_over
 
 DEEP = 8  # wrappers around a forward
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.foreign.saved_state import saved
 from seqpar.integrations.hf.attention import OwnMask
 from seqpar.integrations.hf.config import NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
@@ -28,7 +29,6 @@ from seqpar.integrations.hf.weights import NoWeights, check_weights
 from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.integrations.sdpa.trials import untried
-from seqpar.nn.saved_state import saved
 from seqpar.plan import Plan
 
 EMPTY = "it has no parameters"

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from seqpar.nn.wrap import ParallelModel
+from seqpar.foreign.wrap import ParallelModel
 from seqpar.train.wrappers import by_fsdp, sharded_modules
 
 

@@ -30,6 +30,7 @@ from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
+from seqpar.foreign.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
@@ -67,7 +68,6 @@ from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, le
 from seqpar.integrations.hf.trial import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
 from seqpar.integrations.hf.worth import Worth
-from seqpar.nn.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.ops.attention.ahead import derive
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement, plan_key, remember

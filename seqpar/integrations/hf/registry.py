@@ -18,10 +18,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm.entry import uncompiled
+from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.attention import KEY, attention_function, mask_of
 from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, nested, unserved_attention
 from seqpar.integrations.hf.forward import current, inside
-from seqpar.nn.wrap import replaced
 from seqpar.ops.attention.op import calls
 from seqpar.parallel import surrounding
 

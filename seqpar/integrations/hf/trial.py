@@ -24,6 +24,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.foreign.asleep import awake
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.saved_state import eager
+from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, text_of
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.forward import Forward, Noted, called_by, during, padding_of, planned
@@ -37,10 +41,6 @@ from seqpar.integrations.hf.unlisted import rewritten
 from seqpar.integrations.hf.weights import check_probed
 from seqpar.integrations.hf.wide import quantised, wide
 from seqpar.integrations.probe.stand_ins import Deterministic
-from seqpar.nn.asleep import awake
-from seqpar.nn.kinds import name_of
-from seqpar.nn.saved_state import eager
-from seqpar.nn.wrap import replaced
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import parallel
 from seqpar.plan import Plan

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from seqpar.foreign.kinds import kind_of, name_of
+from seqpar.foreign.wrap import Around, replaced
 from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from seqpar.integrations.hf.unlisted import rewritten
 from seqpar.integrations.hf.weights import NoWeights
-from seqpar.nn.kinds import kind_of, name_of
-from seqpar.nn.wrap import Around, replaced
 
 _making = threading.Lock()  # the generator is one for all threads
 VOCABULARY, WIDTH, EXPERTS = 64, 48, 4

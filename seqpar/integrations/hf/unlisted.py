@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.foreign.kinds import name_of
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
 from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
-from seqpar.nn.kinds import name_of
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options

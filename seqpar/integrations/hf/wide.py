@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.nn.wrap import replaced
+from seqpar.foreign.wrap import replaced
 
 TENSORS = ("_parameters", "_buffers")  # of a module, by name
 # How exact products of 32 bits are, by all the names that PyTorch has for it: object, name, and the value for exact.

@@ -17,6 +17,6 @@ Positions counted from a rank's rows do not follow, and neither do convolutions,
 anything that depends on the longest position. The inputs and outputs of modules show which module is the first. Every
 element is judged by its usual size (`sizes`): a large one, as of masked logits, hides nothing.
 
-`trial` makes the runs and restores the model (`seqpar.nn.saved_state`); `calls` decides when a model is tried, and
+`trial` makes the runs and restores the model (`seqpar.foreign.saved_state`); `calls` decides when a model is tried, and
 tried again; `inspection` checks classes and configs before anything runs.
 """

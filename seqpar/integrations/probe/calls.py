@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
+from seqpar.foreign.asleep import awakened
+from seqpar.foreign.code import Code, KnownCodes, autocast_dtypes
 from seqpar.integrations.probe.compare import Verdict
 from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.probe.trial import READINGS, try_model
-from seqpar.nn.asleep import awakened
-from seqpar.nn.code import Code, KnownCodes, autocast_dtypes
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpar.foreign.rounding import COARSE, LOW
+from seqpar.foreign.saved_state import Buffers
 from seqpar.integrations.probe.record import RESULT, Event, RunRecord
 from seqpar.integrations.probe.rows import Ranges, Sample, real
 from seqpar.integrations.probe.sizes import units
-from seqpar.nn.rounding import COARSE, LOW
-from seqpar.nn.saved_state import Buffers
 from seqpar.ops.core.compared import gap
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest element
@@ -39,8 +39,8 @@ def compare(
 ) -> Verdict:
     """The verdict on two runs.
 
-    error: the second run's exception. rough: the coarseness of products (`seqpar.nn.rounding`). how: a description of
-    the second run. fault: the words for tensors that do not follow.
+    error: the second run's exception. rough: the coarseness of products (`seqpar.foreign.rounding`). how: a description
+    of the second run. fault: the words for tensors that do not follow.
     """
     # a tensor cast back to single precision is rough too
     dtypes = {x.dtype for event in first.events for sample in event.samples for x in sample.values()}

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpar.foreign.rounding import LOW
+from seqpar.foreign.saved_state import Buffers
 from seqpar.integrations.probe.nested import leaves
 from seqpar.integrations.probe.rows import FewerRows, Ranges, Sample, ShuffledRows
-from seqpar.nn.rounding import LOW
-from seqpar.nn.saved_state import Buffers
 
 RESULT = "result"
 

@@ -5,7 +5,7 @@
     random numbers   all equal; dropout drops nothing
 
 A mode replaces them for this thread's calls only: the model is not touched. Where parameters go into functions that no
-mode sees, as those of seqpar's mixers, `seqpar.nn.asleep.awake` lends them other values instead.
+mode sees, as those of seqpar's mixers, `seqpar.foreign.asleep.awake` lends them other values instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from seqpar.foreign.randomness import undrawn
 from seqpar.integrations.probe.record import under_trial
-from seqpar.nn.randomness import undrawn
 from seqpar.plan import Plan
 
 

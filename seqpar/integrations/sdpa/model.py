@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
+from seqpar.foreign.code import code_among
+from seqpar.foreign.fingerprint import COMPARED, leaves
+from seqpar.foreign.wrap import ParallelModel, refuse_unready
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
-from seqpar.nn.code import code_among
-from seqpar.nn.fingerprint import COMPARED, leaves
-from seqpar.nn.wrap import ParallelModel, refuse_unready
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
+from seqpar.foreign.code import Code, code_among, under_autocast
 from seqpar.integrations.probe.calls import CallWay, ModelCall, outermost, way_of
 from seqpar.integrations.probe.inspection import SEES, dropping, renorming
-from seqpar.nn.code import Code, code_among, under_autocast
 from seqpar.plan import Plan
 from seqpar.train import check_model
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.wrap import replaced
 from seqpar.kernels import acc_dtype
-from seqpar.nn.kinds import name_of
-from seqpar.nn.wrap import replaced
 from seqpar.recurrent import linear_attention
 
 TABLES = ("query_decay", "key_decay", "diagonal_decay")

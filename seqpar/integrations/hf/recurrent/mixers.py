@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.wrap import Around, replaced
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
@@ -21,8 +23,6 @@ from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
 from seqpar.integrations.hf.recurrent.rglru import BLOCK, recurrent_gemma
 from seqpar.integrations.hf.recurrent.shortconv import short_conv
 from seqpar.integrations.hf.registry import implementation
-from seqpar.nn.kinds import name_of
-from seqpar.nn.wrap import Around, replaced
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding

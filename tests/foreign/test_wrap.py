@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar import LocalComm
-from seqpar.nn.wrap import ParallelModel, is_surrounded, refuse_unready, replaced
+from seqpar.foreign.wrap import ParallelModel, is_surrounded, refuse_unready, replaced
 
 
 class Doubling(nn.Module):

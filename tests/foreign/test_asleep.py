@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from seqpar.nn.asleep import awake, awakened
+from seqpar.foreign.asleep import awake, awakened
 
 
 class Parts(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqpar.comm import Comm
-from seqpar.nn.kinds import name_of
+from seqpar.foreign.kinds import name_of
 
 # Numbers of the forwards before which ranks compare weights: the first, which detects weights drawn or loaded
 # differently, and some later ones, by which an optimizer has stepped even if gradients are accumulated.

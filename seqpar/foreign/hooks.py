@@ -14,8 +14,8 @@ from weakref import WeakSet
 
 from torch import nn
 
-from seqpar.nn.kinds import name_of
-from seqpar.nn.wrap import Around
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.wrap import Around
 
 Named = Sequence[tuple[str, nn.Module]]  # a model and all modules in it, by name: one walk serves several checks
 HARMLESS = (

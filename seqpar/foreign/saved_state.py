@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqpar.nn.wrap import replaced
+from seqpar.foreign.wrap import replaced
 
 Buffers = dict[tuple[nn.Module, str], Tensor]
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up once, at a first forward

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from seqpar.nn import saved_state
-from seqpar.nn.saved_state import saved
+from seqpar.foreign import saved_state
+from seqpar.foreign.saved_state import saved
 
 
 class Holding(nn.Module):
