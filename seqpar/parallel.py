@@ -74,7 +74,7 @@ class ThreadBlocks:
         for block in reversed(self.open):
             if block.within == backward_pass() or (block.used and node >= block.first):
                 return block.surrounding
-        found = next((each for each in self.ended if each.first <= node < each.end), None)
+        found = next((each for each in reversed(self.ended) if each.first <= node < each.end), None)
         if found is None and self.repeated is not None and node >= self.repeated.end:
             found = self.repeated
         self.repeated = found
@@ -87,7 +87,7 @@ class _Own(threading.local):
 
 
 AFTER = "a block of seqpar.parallel after one that ended with an error"
-ENDED = 16  # blocks that may end before their backward pass
+ENDED = 1024  # blocks that may end before their backward pass
 _own = _Own()
 # threads that recorded nodes under a block
 _threads: weakref.WeakKeyDictionary[threading.Thread, ThreadBlocks] = weakref.WeakKeyDictionary()
@@ -103,8 +103,9 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     default the number of earlier blocks with this comm object.
 
     The backward pass may run anywhere if it repeats no layer. A layer that it repeats, as checkpoints do, uses the plan
-    that surrounded its forward: the block may have ended, as long as the plan still exists and the thread is the same.
-    Otherwise it raises RuntimeError: give the layer its plan, or ``seqpar.bind(plan, comm)``.
+    that surrounded its forward: the block may have ended, as long as the plan still exists, the thread is the same and
+    no more than 1,023 blocks ended later. Otherwise it raises RuntimeError: give the layer its plan, or
+    ``seqpar.bind(plan, comm)``.
 
     A block after one that ended with an error begins with an agreement of all ranks: a rank that goes on alone, as in a
     loop that catches a batch's errors, would otherwise meet the others in the middle of their forward.

@@ -64,10 +64,14 @@ def test_its_program_trains_on_two_ranks_as_on_one(page: Path, programs: Program
         assert shown == [(step, pytest.approx(loss, rel=ROUNDED)) for step, loss in one]
 
 
-@pytest.mark.parametrize("page", [page.stem for page in PAGES if MESHED.search(page.read_text())])
+@pytest.mark.parametrize(
+    ("page", "number"), [(page.stem, n) for page in PAGES for n in range(len(MESHED.findall(page.read_text())))]
+)
 @pytest.mark.exhaustive
-def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(page: str, programs: Programs, tmp_path: Path) -> None:
-    (program,) = MESHED.findall((ROOT / "docs" / f"{page}.md").read_text())
+def test_the_program_of_a_mesh_trains_on_four_ranks_as_on_one(
+    page: str, number: int, programs: Programs, tmp_path: Path
+) -> None:
+    program = MESHED.findall((ROOT / "docs" / f"{page}.md").read_text())[number]
     check_trains_alike(program, 4, programs, tmp_path)
     if "checkpoint" in program:
         assert len(list((tmp_path / "4" / "checkpoint").glob("*.distcp"))) == 4

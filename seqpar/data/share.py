@@ -171,12 +171,12 @@ def micro_batches(
     keep: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> list[Share]:
-    """This rank's shares of a global batch computed in several steps, equally many on every rank. A collective.
+    """This rank's shares of a global batch in several steps, equally many on each rank of the comm. A collective.
 
     plan: ``(lengths, ranks) -> [MicroBatch]``, by default `plan_step`; every document is in exactly one. The other
-    arguments are those of `share`. ``valid`` counts the labels of one micro-batch: divide each loss by the sum of all
-    ``valid``, and the gradients add up to those of the whole batch. ``back`` gives 0 for tokens of other micro-batches,
-    so results add up too.
+    arguments are those of `share`. Another comm, as that of another replica, may get another number of shares.
+    ``valid`` counts the labels of one micro-batch: divide each loss by the sum of all ``valid``, and the gradients add
+    up to those of the whole batch. ``back`` gives 0 for tokens of other micro-batches, so results add up too.
 
     Raises: as `share`, and ValueError for a plan that omits or repeats a document.
     """

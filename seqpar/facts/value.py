@@ -52,7 +52,7 @@ def lengths_of(name: str, values: ArrayLike) -> Ints:
     """A checked, read-only copy of document lengths."""
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError):  # bfloat16, which numpy does not know; nested lists of unequal lengths
+    except (TypeError, ValueError, RuntimeError):  # bfloat16 or gradients, unknown to numpy; lists of unequal lengths
         array = np.zeros((0, 0))
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")

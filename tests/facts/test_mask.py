@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -295,6 +296,7 @@ def test_digest_is_the_same_in_every_process() -> None:
     ("arguments", "message"),
     [
         (([],), "lengths must be a non-empty sequence of integers"),
+        ((torch.ones(2, requires_grad=True),), "lengths must be a non-empty sequence of integers, got tensor"),
         (([2, -3],), "lengths must be positive, got -3 for document 1"),
         (([0],), "lengths must be positive, got 0 for document 0; leave empty documents out"),
         (([0, 4, 9],), r"lengths ascend from 0 like cu_seqlens, got \[0, 4, 9\]; give differences, x.diff\(\)"),

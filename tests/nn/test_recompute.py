@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,6 +271,22 @@ def test_a_recomputation_that_nobody_knows_of() -> None:
         with seqpar.parallel(other(plan), comm):
             (got,) = torch.autograd.grad(out.sum(), x)
         assert torch.equal(got, expected)
+
+
+def test_a_backward_that_comes_after_many_blocks() -> None:
+    """As in pipelines that run all forwards first; blocks of plans that are gone do not count as theirs."""
+    comm, layer, x = LocalComm(), Attention(), rows_of(plan_of(1))
+    plans = [other(plan_of(1)) if n % 2 else plan_of(1) for n in range(40)]
+
+    def total(run: Callable[..., Tensor]) -> Tensor:
+        outs = []
+        for plan in plans:
+            with seqpar.parallel(plan, comm):
+                outs.append(run(lambda x: layer(x, x, x), x))
+        return torch.autograd.grad(sum(out.sum() for out in outs), x)[0]
+
+    expected = total(lambda layer, x: layer(x))
+    assert torch.equal(total(partial(checkpoint, use_reentrant=False)), expected)
 
 
 def test_blocks_around_a_forward_and_around_its_backward() -> None:

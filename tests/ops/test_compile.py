@@ -281,6 +281,14 @@ def test_a_handle_keeps_its_plan_and_nothing_else_does() -> None:
             call(q, number)
 
 
+def test_a_handle_leaves_the_words_of_its_values() -> None:
+    (plan, comm) = pair()
+    told = [repr(each) for each in (plan.mask, plan.layout, plan)]
+    bind(plan.mask, plan.layout, plan, comm)
+    for same in (plan, pickle.loads(pickle.dumps(plan))):
+        assert [repr(each) for each in (same.mask, same.layout, same)] == told
+
+
 def test_what_is_no_handle_says_so() -> None:
     (plan, comm), q = pair(), torch.randn(14, 2, 4)
     with pytest.raises(ValueError, match=r"expected the handle of seqpar.bind\(plan, comm\)"):
@@ -435,6 +443,9 @@ def test_the_other_verbs_say_what_a_graph_needs() -> None:
     bind(plan.layout, comm)
     with pytest.raises(Exception, match=r"needs rows=dst\.tokens\(rank\)"):
         compiled(lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=plan.layout))(x)
+    unbound = Layout.striped(14, 1)
+    with pytest.raises(Exception, match=r"without a handle; call seqpar\.bind"):
+        compiled(lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=unbound, rows=14))(x)
     with pytest.raises(ValueError, match="rows=13, but rank 0 gets 14"):
         compiled(lambda x: seqpar.relayout(x, comm, src=plan.layout, dst=plan.layout, rows=13))(x)
     with pytest.raises(Exception, match="unshard: not supported in a compiled model"):

@@ -78,8 +78,10 @@ def bind(*values: object) -> Tensor:
     for value in values:
         owned = getattr(value, "__dict__", None)
         with _naming:  # one name even if threads bind a value at once
-            if owned is not None and not (isinstance(name := owned.get("_name"), Name) and name.owner() is value):
-                name = owned["_name"] = Name(value)
+            if owned is not None and not (
+                isinstance(name := owned.get("_handle_name"), Name) and name.owner() is value
+            ):
+                name = owned["_handle_name"] = Name(value)
                 _names[name.number] = name
     return _tensor(carried)
 
@@ -122,7 +124,7 @@ def handles(*values: object) -> list[Tensor]:
 
 def _handle(value: Any) -> Tensor:
     # A tensor attribute becomes an input of the graph: another value brings its own, and nothing recompiles.
-    name = getattr(value, "_name", None)
+    name = getattr(value, "_handle_name", None)
     if name is None:
         raise ValueError("a compiled model got a plan, layout or comm without a handle; call seqpar.bind on them first")
     return name.handle  # type: ignore[no-any-return]
