@@ -149,8 +149,11 @@ def test_the_first_message_in_pieces_says_how_to_avoid_it(caplog):
     assert "has no room for the 400 that call 0 " in caplog.messages[0] and "larger pool_bytes" in caplog.messages[0]
 
 
-def overwritten(comm, gate):
-    """Rank 0 sends three pieces while rank 1's landing stream is held up before it copies the first one."""
+def overwritten(comm, gate, all_come):
+    """Rank 0 sends three pieces while rank 1's landing stream is held up before it copies the first one.
+
+    all_come: the stream is held up until they all have come, as the third one does without the wait for its place.
+    """
     cuda, channel, other = comm._channel.cuda, comm._channel, 1 - comm.rank
     x = torch.arange(96.0, dtype=torch.float64)
     y = torch.full_like(x, -1.0)
@@ -161,9 +164,10 @@ def overwritten(comm, gate):
         work.wait()
         stream = Stream(cuda)
         cuda.follow(stream, cuda.record(channel.copies[other]))
-        # with its wait the third piece never comes before the gate is open
-        threading.Timer(0.2, gate.set).start()
+        if not all_come:  # with its wait the third piece never comes before the gate is open
+            threading.Timer(0.2, gate.set).start()
         stream.synchronize()
+        gate.set()
     else:
         work.wait()
         cuda.current().synchronize()
@@ -173,7 +177,8 @@ def overwritten(comm, gate):
 
 @pytest.mark.parametrize(("without", "right"), [((), True), (("lane",), False)])
 def test_a_piece_waits_until_its_place_was_copied_out(without, right):
-    assert threads(2, overwritten, threading.Event(), at_once=False, without=without, **SMALL)[1] is right
+    found = threads(2, overwritten, threading.Event(), not right, at_once=False, without=without, **SMALL)
+    assert found[1] is right
 
 
 def test_a_rank_that_fails_between_pieces_is_named():
