@@ -119,3 +119,9 @@ def pytest_report_header() -> str:
 
 
 torch.set_num_threads(1)  # tensors of tests are tiny, and ranks as threads are parallel already
+
+from seqpar.testing import run_processes, run_threads  # noqa: E402 (it imports kernels)
+
+# where a test says nothing of it: on a busy machine a rank may compile for minutes while others wait for it
+for run in (run_processes, run_threads):
+    run.__kwdefaults__["timeout"] = 200.0
