@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from seqpar import native
 from seqpar.comm.peer import cuda
 from seqpar.comm.peer.comm import PeerComm
 from seqpar.testing import run_threads
-from tests.comm.device import Model
+from tests.comm.device import LIMIT, Model
 from tests.comm.peer_cases import stressed
 from tests.comm.test_peer import threads
 
@@ -85,9 +86,20 @@ def test_the_drivers_signals_are_refused_where_they_might_pass_data(device):
 
 
 def test_the_check_of_small_messages_sees_a_flag_that_comes_before_its_data():
+    looked = threading.Event()
+
     def late(comm):
         if comm.rank == 0:
-            comm._channel.copies[1].put(lambda: time.sleep(0.3))
+            comm._channel.copies[1].put(lambda: looked.wait(LIMIT))
+        else:
+            exchange, calls = comm.exchange, itertools.count()
+
+            def noted(*sides, tag):
+                if next(calls):  # what the exchange before brought was looked at
+                    looked.set()
+                return exchange(*sides, tag=tag)
+
+            comm.exchange = noted
         return stressed(comm, 12)
 
     (_, exchanges), (wrong, _) = threads(2, late, without=("arrival",))
