@@ -56,9 +56,10 @@ SCRIPT = """
 def test_a_new_group_begins_where_rank_0_kept_the_store_of_the_one_before(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    kept = socket.socket()  # while it is bound, the port is given to nobody who asks for any
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    port = str(kept.getsockname()[1])
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(int(WITHOUT_SHM is None))], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -72,6 +73,7 @@ def test_a_new_group_begins_where_rank_0_kept_the_store_of_the_one_before(tmp_pa
             out, err = process.communicate(timeout=170)
             assert out.strip() == str([(2.0, False, 1)] * (3 if WITHOUT_SHM is None else 2)), err
     finally:
+        kept.close()
         for process in ranks:
             process.kill()
 
