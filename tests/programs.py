@@ -92,9 +92,13 @@ class Programs:
 def _connected(port: Path) -> socket.socket | None:
     """A connection to the process that wrote its port there, None if there is none any more."""
     try:
-        return socket.create_connection(("127.0.0.1", int(port.read_text())))
+        found = socket.create_connection(("127.0.0.1", int(port.read_text())))
+        if found.recv(1):  # a process that is about to end accepts nobody
+            return found
+        found.close()
     except (OSError, ValueError):
-        return None
+        pass
+    return None
 
 
 def _started(port: Path) -> subprocess.Popen[str]:
@@ -179,6 +183,7 @@ def serve() -> str | None:
         for ready in select.select([listener, *clients], [], [], 0.01 if running else None)[0]:
             if ready is listener:
                 client = listener.accept()[0]
+                client.sendall(b"!")
                 clients[client] = client.makefile("r", encoding="utf-8")
             elif line := clients[ready].readline():
                 argv, folder, envs = json.loads(line)
