@@ -152,7 +152,7 @@ def test_a_hook_on_a_stage_looks_at_each_row_or_lies_inside_it() -> None:
             with torch.no_grad():
                 return model(x)
 
-        return run_threads(ranks, rank, timeout=20)[0]
+        return run_threads(ranks, rank)[0]
 
     with advised(UserWarning, "let it look at each row by itself, or put it on a module inside {}, where it is tried"):
         hooked("second", lambda module, args, y: y * 2, 2)

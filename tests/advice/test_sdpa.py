@@ -256,7 +256,7 @@ def test_the_triangle_of_all_rows_is_the_mask_of_documents_or_of_a_plan_of_one()
                 out = multihead(rows, need_weights=False, attn_mask=own, is_causal=causal and len(rows) > 0)
             return seqpar.unshard(out, plan, comm)
 
-        return run_threads(plan.ranks, rank, timeout=20.0)[0]
+        return run_threads(plan.ranks, rank)[0]
 
     for plan in plans:
         with advised(

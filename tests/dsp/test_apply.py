@@ -426,4 +426,4 @@ def test_a_plan_function_that_fails_is_told_to_all_ranks(kind: str) -> None:
         with pytest.raises((TypeError, KeyError, ValueError), match=message):
             model(**GRID)
 
-    run_threads(2, rank, timeout=20.0)
+    run_threads(2, rank)

@@ -115,7 +115,7 @@ def with_another_plan(comm: Comm) -> str:
 
 
 def test_a_planner_that_shares_the_heads_of_a_cache_is_refused() -> None:
-    assert run_threads(2, with_another_plan, timeout=20) == ["done"] * 2
+    assert run_threads(2, with_another_plan) == ["done"] * 2
 
 
 def under_faster_cache(comm: Comm, when: str) -> str:
@@ -149,7 +149,7 @@ def under_faster_cache(comm: Comm, when: str) -> str:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_cache_that_goes_by_sizes_is_disabled(when: str) -> None:
-    assert run_threads(2, under_faster_cache, when, timeout=20) == ["done"] * 2
+    assert run_threads(2, under_faster_cache, when) == ["done"] * 2
 
 
 def test_hooks_that_may_stay_are_named_as_diffusers_names_them() -> None:
@@ -169,7 +169,7 @@ def blurred(comm: Comm) -> str:
 
 
 def test_a_blur_over_a_share_of_the_queries_is_refused() -> None:
-    assert run_threads(2, blurred, timeout=20) == ["done"] * 2
+    assert run_threads(2, blurred) == ["done"] * 2
 
 
 @pytest.mark.exhaustive

@@ -113,7 +113,7 @@ def refused(
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    return run_threads(ranks, on_a_rank, timeout=20)
+    return run_threads(ranks, on_a_rank)
 
 
 @pytest.mark.parametrize("name", ALONG_T)
@@ -224,7 +224,7 @@ def test_rows_that_look_far_are_seen_where_a_rank_has_more() -> None:
                 said.append(str(error))
         return said
 
-    for few, more, again in run_threads(2, on_a_rank, timeout=20):
+    for few, more, again in run_threads(2, on_a_rank):
         assert "[1, 4, 6, 3]" in few and "second mixes t" in more and "second mixes t" in again
 
 
@@ -272,7 +272,7 @@ def test_a_part_that_is_closed_hides_nothing(kind: type[Stage], mode: Any) -> No
             own(X)
         return str(raised.value)
 
-    assert all("second mixes t" in said for said in run_threads(2, on_a_rank, timeout=20))
+    assert all("second mixes t" in said for said in run_threads(2, on_a_rank))
 
 
 class GatedByTime(Clip):
@@ -759,7 +759,7 @@ def test_a_stage_is_tried_again_when_it_is_called_in_another_way(name: str) -> N
             model(X, **{"mode": 0} | more)
         return "done"
 
-    assert run_threads(2, on_a_rank, timeout=20) == ["done"] * 2
+    assert run_threads(2, on_a_rank) == ["done"] * 2
 
 
 @pytest.mark.parametrize(("setting", "tried"), [(int, 3), (str, 17)])
@@ -1234,9 +1234,7 @@ def test_a_wrong_number_of_outputs_is_told_to_ranks_without_rows() -> None:
             model(rand(1, 2, 6, 3))
         return str(raised.value)
 
-    assert all(
-        "second returned 2 tensors, its spec has 1 streams" in said for said in run_threads(3, on_a_rank, timeout=20)
-    )
+    assert all("second returned 2 tensors, its spec has 1 streams" in said for said in run_threads(3, on_a_rank))
 
 
 class Framed(Direct):
@@ -1276,7 +1274,7 @@ def test_two_forwards_of_other_sizes_need_inputs_of_their_own(own: bool) -> None
         except RuntimeError as error:
             return str(error)
 
-    found, want = run_threads(2, on_a_rank, timeout=20), gradients(made(Framed))
+    found, want = run_threads(2, on_a_rank), gradients(made(Framed))
     if not own:
         assert all("give each a tensor of its own, as x.clone() is" in said for said in found)
         return

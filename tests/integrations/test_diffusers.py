@@ -206,7 +206,7 @@ def test_a_plan_of_something_else_is_refused_on_every_rank(name: str) -> None:
         with parallelize(copy.deepcopy(model), comm, plan=make(comm)) as handle, pytest.raises(kind, match=message):
             handle.model(**inputs)
 
-    run_threads(2, rank, timeout=20.0)
+    run_threads(2, rank)
 
 
 def test_a_plan_of_other_places_of_keys_is_refused() -> None:
@@ -221,7 +221,7 @@ def test_a_plan_of_other_places_of_keys_is_refused() -> None:
         with pytest.raises(ValueError, match="of another layout"):
             handle.model(**inputs)
 
-    run_threads(2, rank, timeout=20.0)
+    run_threads(2, rank)
 
 
 @pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")

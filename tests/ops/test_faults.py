@@ -185,7 +185,7 @@ def test_a_rank_that_fails_inside_a_call_is_the_root_cause(transport, method) ->
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_process_that_fails_inside_a_call_is_the_root_cause(method) -> None:
-    assert_named(run_processes(3, fails_inside, plan_for(3), method, timeout=20.0))
+    assert_named(run_processes(3, fails_inside, plan_for(3), method))
 
 
 def kernel_fails(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:
@@ -204,7 +204,7 @@ def kernel_fails(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_kernel_that_raises_in_a_process_is_the_root_cause(method) -> None:
-    assert_named(run_processes(3, kernel_fails, plan_for(3), method, timeout=20.0))
+    assert_named(run_processes(3, kernel_fails, plan_for(3), method))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -866,7 +866,7 @@ def test_an_unusual_tensor_of_one_rank_is_refused_on_both() -> None:
             verb(x)
         return found
 
-    first, second = run_threads(2, on_a_rank, timeout=10)
+    first, second = run_threads(2, on_a_rank)
     assert len(first) == len(verbs_of(LocalComm())) * len(KINDS)
     for way, text in first.items():
         assert (

@@ -25,7 +25,7 @@ TEXT = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-WAIT = 20.0  # seconds that ranks wait for each other
+WAIT = 200.0  # seconds that ranks wait for each other
 
 
 def lfm3_vl() -> tuple[transformers.PreTrainedModel, list[dict[str, Tensor]]]:

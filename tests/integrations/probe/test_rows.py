@@ -636,7 +636,7 @@ def test_a_rank_that_is_called_in_a_way_of_its_own_lets_no_other_wait() -> None:
                 said.append(type(error).__name__)
         return said
 
-    alone, other = run_threads(2, rank, timeout=20.0)
+    alone, other = run_threads(2, rank)
     assert other == ["right"] * 3 + ["NotImplementedError"]
     assert alone == ["right"] * 4 + ["ValueError"]  # what comes next tells the others
 
