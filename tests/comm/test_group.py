@@ -97,7 +97,7 @@ def test_a_process_ends_with_a_work_that_nobody_waited_for(tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        (_, failed), (heard, _) = [process.communicate(timeout=50) for process in ranks]
+        (_, failed), (heard, _) = [process.communicate(timeout=600) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
