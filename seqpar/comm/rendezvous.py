@@ -26,6 +26,7 @@ T = TypeVar("T")
 FAN = 8  # ranks right below one in the tree of a round
 LEFT = "left"  # the state of a meeting that a rank has left before all had come
 GRACE = 5.0  # seconds by which ranks may differ when they give up
+LEAVING = 60.0  # seconds after its own connection in which a rank waits for those of others, at most its timeout
 
 
 def machine() -> list[str]:
@@ -61,7 +62,7 @@ class Rendezvous:
 
     def _gather(self) -> str:
         """A token of the meeting in which all ranks are."""
-        key, polls, seen = f"seqpar/{self._name}/meeting", self._polls(), {self._rank}
+        key, polls, seen = f"seqpar/{self._name}/meeting", self._polls(self._timeout), {self._rank}
         meeting = self._settle(key, "", "0")
         while True:
             at = f"seqpar/{self._name}/meetings/{meeting}"
@@ -74,7 +75,7 @@ class Rendezvous:
             seen |= present
             if not next(polls, False):
                 everyone = set(range(self._size))
-                raise self._missed(sorted(everyone - seen or everyone - present))
+                raise self._missed(sorted(everyone - seen or everyone - present), self._timeout)
             meeting = self._settle(key, meeting, following)
 
     def _attend(self, at: str, polls: Iterator[bool]) -> str:
@@ -98,9 +99,9 @@ class Rendezvous:
         """The value of a key, `after` if it was `before`; an unset one counts as empty."""
         return str((self._store.compare_set(key, before, after) or after.encode()).decode())
 
-    def _polls(self, seconds: float | None = None) -> Iterator[bool]:
+    def _polls(self, seconds: float) -> Iterator[bool]:
         """True while time is left, then once False, with pauses in between."""
-        deadline, pause = time.monotonic() + (self._timeout if seconds is None else seconds), 0.001
+        deadline, pause = time.monotonic() + seconds, 0.001
         while time.monotonic() <= deadline:
             yield True
             time.sleep(pause)
@@ -119,9 +120,9 @@ class Rendezvous:
                 f"({str(error).splitlines()[0]})"
             ) from error
 
-    def _missed(self, missing: list[int]) -> PeerError:
+    def _missed(self, missing: list[int], seconds: float) -> PeerError:
         return PeerError(
-            f"{self._name}: rank {self._rank} waited {self._timeout:g} s for ranks {missing} to come to its "
+            f"{self._name}: rank {self._rank} waited {seconds:g} s for ranks {missing} to come to its "
             "constructor, which is collective; make it on every rank of the group"
         )
 
@@ -172,8 +173,7 @@ class Rendezvous:
         done = not results.empty()
         lost = (self._timeout, "the connection was not made in time") if failures.empty() else failures.get()
         with self._held():
-            # a rank that takes longer than this has left
-            answers = self._swap({} if done else {"lost": lost}, min(self._timeout, GRACE))
+            answers = self._swap({} if done else {"lost": lost}, min(self._timeout, LEAVING))
         if losses := [(*answer["lost"], rank) for rank, answer in enumerate(answers) if "lost" in answer]:
             _, why, rank = min(losses)
             raise RuntimeError(f"{self._name}: rank {rank} could not connect to the others: {why}")
@@ -182,16 +182,17 @@ class Rendezvous:
     def _swap(self, own: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
         """Every rank's contribution to this round, by rank. seconds: to wait, by default the timeout."""
         self._rounds += 1
+        seconds = self._timeout if seconds is None else seconds
         at, polls = f"seqpar/{self._name}/{self.number}/{self._rounds}", self._polls(seconds)
         self._store.set(f"{at}/here/{self._rank}", "")
         known = [(self._rank, own)]
         for child in children(self._rank, self._size):
-            known += self._awaited(at, str(child), polls)
+            known += self._awaited(at, str(child), polls, seconds)
         known.sort(key=lambda pair: pair[0])
         self._store.set(f"{at}/{self._rank or 'all'}", zlib.compress(json.dumps(known).encode()))
-        return [contribution for _, contribution in self._awaited(at, "all", polls)]
+        return [contribution for _, contribution in self._awaited(at, "all", polls, seconds)]
 
-    def _awaited(self, at: str, who: str, polls: Iterator[bool]) -> list[tuple[int, dict[str, Any]]]:
+    def _awaited(self, at: str, who: str, polls: Iterator[bool], seconds: float) -> list[tuple[int, dict[str, Any]]]:
         """What a rank has written for itself and all below it in the tree, or the first one for all."""
         for left in polls:
             if self._store.check([f"{at}/{who}"]):
@@ -202,7 +203,7 @@ class Rendezvous:
             if not left:
                 break
         missing = [rank for rank in range(self._size) if not self._store.check([f"{at}/here/{rank}"])]
-        raise self._missed(missing or [0 if who == "all" else int(who)])
+        raise self._missed(missing or [0 if who == "all" else int(who)], seconds)
 
 
 def children(rank: int, size: int) -> range:

@@ -3,10 +3,11 @@
 import contextlib
 import os
 import resource
+import time
 from unittest import mock
 
 from seqpar import native
-from seqpar.comm import PeerError
+from seqpar.comm import PeerError, group_channel, rendezvous
 from seqpar.comm.rendezvous import Rendezvous
 from seqpar.comm.shm import comm as shm
 from tests.comm import cases
@@ -70,6 +71,25 @@ def dies(comm):
     comm.agree("before", {})  # so that they come together
     with mock.patch.object(Rendezvous, "connect", die) if comm.rank == 1 else contextlib.nullcontext():
         type(comm)(timeout=2.0)
+
+
+def connects_late(comm, seconds):
+    """Rank 1 is held up when it has connected: the error of the others, which wait for so many seconds."""
+    connected = group_channel._twin
+
+    def late(*args):
+        twin = connected(*args)
+        time.sleep(1.0)
+        return twin
+
+    with (
+        mock.patch.object(group_channel, "_twin", late if comm.rank == 1 else connected),
+        mock.patch.object(rendezvous, "LEAVING", seconds),
+    ):
+        try:
+            return cases.bits(type(comm)(timeout=120.0), 0, 2).tolist()
+        except PeerError as error:
+            return str(error)
 
 
 def missed(comm, absent):

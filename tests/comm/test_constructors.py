@@ -71,6 +71,12 @@ def test_a_constructor_that_a_rank_missed_does_not_spoil_the_next(kind, absent):
             assert f"rank {rank} waited 4 s for ranks [{absent}] to come to its constructor" in found
 
 
+def test_a_rank_that_is_held_up_as_it_connects_is_waited_for():
+    assert all(len(bits) == 16 for bits in run_processes(2, constructor_cases.connects_late, 60.0))
+    error, _ = run_processes(2, constructor_cases.connects_late, 0.2)
+    assert "rank 0 waited 0.2 s for ranks [1] to come to its constructor" in error
+
+
 def test_a_rank_that_dies_in_a_constructor_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1: its process died with exit code 5"):
         run_processes(3, cases.witness, tmp_path, constructor_cases.dies)
