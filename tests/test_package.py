@@ -84,14 +84,14 @@ ORDER = {
         __init__
     """,
     "ops": """
-        core core/regions core/compared core/agreement core/repetition core/autocast core/backward core/device
-        core/handles core/collective_op
+        core core/ahead core/regions core/compared core/agreement core/repetition core/autocast core/backward
+        core/device core/handles core/collective_op
         move move/pack
-        attention attention/signature attention/source attention/rows attention/call attention/ahead
+        attention attention/signature attention/source attention/rows attention/call
         attention/keys attention/grads
         attention/heads attention/schedule attention/op attention/api attention/rotary
         move/switch move/relayout move/fetch
-        recurrent recurrent/recompute recurrent/ahead recurrent/rows recurrent/relaid recurrent/conv
+        recurrent recurrent/recompute recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__

@@ -17,8 +17,7 @@ from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Known, announce
 from seqpar.facts.value import whole
-from seqpar.ops.attention.ahead import derive
-from seqpar.ops.recurrent.ahead import derive as derive_recurrent
+from seqpar.ops.core.ahead import attention_seen, recurrent_seen
 from seqpar.planner import MicroBatch
 
 T = TypeVar("T")
@@ -83,8 +82,8 @@ def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatc
     chosen = choose(known, comm.size, planner)
     if not isinstance(chosen, Exception):
         for part in chosen:
-            derive(part.plan, comm)
-            derive_recurrent(part.plan, comm)
+            attention_seen.derive(part.plan, comm)
+            recurrent_seen.derive(part.plan, comm)
     return chosen
 
 

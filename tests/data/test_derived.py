@@ -16,7 +16,8 @@ from seqpar.comm import Comm
 from seqpar.data import prefetch
 from seqpar.kernels.memory.upload import UploadBuffer
 from seqpar.kernels.triton import Triton
-from seqpar.ops.attention import ahead, op
+from seqpar.ops.attention import op
+from seqpar.ops.core.ahead import SeenCalls
 from seqpar.plan import steps as plan_steps
 from seqpar.plan.derive import Derived
 from seqpar.testing import run_threads
@@ -76,12 +77,11 @@ def test_after_prefetch_a_call_derives_nothing_and_uploads_once(derives: bool, m
     one_by_one("forward")
     one_by_one("backward")
     for owner, name in (
-        (Derived, "_steps"), (plan_steps, "tile_tables"), (op, "recipe_of"), (ahead, "recipe_of"),
-        (UploadBuffer, "sent"),
+        (Derived, "_steps"), (plan_steps, "tile_tables"), (op, "recipe_of"), (UploadBuffer, "sent"),
     ):  # fmt: skip
         counted(owner, name)
     if not derives:
-        monkeypatch.setattr(prefetching, "derive", lambda plan, comm: None)
+        monkeypatch.setattr(prefetching, "attention_seen", SeenCalls(0))
     found = run_threads(2, steps, counts)
     for rank in range(2):
         first, *later = (counts[f"rank {rank} step {step}"] for step in range(3))
@@ -92,6 +92,6 @@ def test_after_prefetch_a_call_derives_nothing_and_uploads_once(derives: bool, m
         else:
             assert later[1] == first
     if derives:
-        monkeypatch.setattr(prefetching, "derive", lambda plan, comm: None)
+        monkeypatch.setattr(prefetching, "attention_seen", SeenCalls(0))
         for one, other in zip(found, run_threads(2, steps, counts), strict=True):
             assert all(torch.equal(x, y) for a, b in zip(one, other, strict=True) for x, y in zip(a, b, strict=True))

@@ -68,12 +68,11 @@ from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, le
 from seqpar.integrations.hf.trial import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
 from seqpar.integrations.hf.worth import Worth
-from seqpar.ops.attention.ahead import derive
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement, plan_key, remember
+from seqpar.ops.core.ahead import attention_seen, recurrent_seen
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.collective_op import layer_calls
-from seqpar.ops.recurrent.ahead import derive as derive_recurrent
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
 from seqpar.train.loop import Loop
@@ -225,8 +224,8 @@ class ParallelTransformer(ParallelModel):
         """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
         if isinstance(plan, Plan) and plan.ranks == self.comm.size and plan.kv_layout is plan.layout:
             for rule in tuple(self._known):
-                derive(planned(plan.padded(), rule), self.comm)
-            derive_recurrent(of_documents(plan.padded()), self.comm)
+                attention_seen.derive(planned(plan.padded(), rule), self.comm)
+            recurrent_seen.derive(of_documents(plan.padded()), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
         """Raise: a copy's forward would be the model's own, weights and all."""

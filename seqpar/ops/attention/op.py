@@ -23,13 +23,13 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
 from seqpar.kernels import acc_dtype
-from seqpar.ops.attention.ahead import note
-from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, recipe_of
+from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, prepare, recipe_of
 from seqpar.ops.attention.rows import leading, near
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
+from seqpar.ops.core.ahead import attention_seen
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, unneeded
 from seqpar.ops.core.device import current_device_of
@@ -97,8 +97,18 @@ def _agreed(
 
 def _first(plan: Plan, comm: Comm, signature: Signature) -> Recipe:
     """The recipe of a plan's first call with this signature."""
-    note(comm, signature)
-    return plan.memo((comm.rank, signature), lambda: recipe_of(plan, comm.rank, signature))  # type: ignore[no-any-return]
+    attention_seen.note(comm, _prepared, signature)
+    return _recipe(plan, comm.rank, signature)
+
+
+def _prepared(plan: Plan, rank: int, signature: Signature) -> None:
+    """Make the recipe of calls to come, and pack what they upload."""
+    prepare(plan, _recipe(plan, rank, signature), signature)
+
+
+def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
+    """The recipe of calls with this signature; cached."""
+    return plan.memo((rank, signature), lambda: recipe_of(plan, rank, signature))  # type: ignore[no-any-return]
 
 
 def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:

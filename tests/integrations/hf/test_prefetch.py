@@ -15,7 +15,6 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm, Mask, Plan, plan_batch
 from seqpar.integrations.hf import ahead
-from seqpar.ops.attention import ahead as attention_ahead
 from seqpar.ops.attention import op
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import build
@@ -107,8 +106,7 @@ def test_layers_derive_nothing_from_a_plan_made_ahead(monkeypatch: pytest.Monkey
                 lengths.append(sum(comm.gather("lengths", batch["attention_mask"].sum(1).tolist()), []))
         return lengths
 
-    for module in (op, attention_ahead):
-        monkeypatch.setattr(module, "recipe_of", recorded)
+    monkeypatch.setattr(op, "recipe_of", recorded)
     (_, _, *later), _ = run_threads(2, rank)
     assert [[ahead for lengths, ahead in derived if lengths == batch] for batch in later] == [[True, True]] * 2
 
