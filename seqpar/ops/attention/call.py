@@ -54,18 +54,48 @@ HeadBlock = tuple[Heads, Heads, slice]  # query heads and key heads inside, and 
 ScoredBlock = tuple[Heads, Heads, Score]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class PartRecipe:
+    """This rank's heads in a part, by its Ulysses width.
+
+    shares: the heads of every member. blocks: of this rank's heads; in a block every key head serves the same number of
+    query heads. key_heads: the number of key heads of its share. views: the rows of q, and of k and v, that the part's
+    tensors are views of (None if they have their own memory). several: whether several shares read the same key head.
+    """
+
+    shares: Shares
+    blocks: list[HeadBlock]
+    key_heads: int
+    views: Views
+    several: bool
+
+    @classmethod
+    def of(cls, part: Part, heads: int, kv_heads: int) -> PartRecipe:
+        """The recipe of a part. heads, kv_heads: the number of query heads and of key heads of the whole call."""
+        pairs = [head_share(heads, kv_heads, part.width, share) for share in range(part.width)]
+        q, kv = pairs[part.share]
+        cut = head_blocks(q, kv, heads // kv_heads) if q.stop > q.start else []
+        blocks: list[HeadBlock] = [(a, b, slice(q.start + a.start, q.start + a.stop)) for a, b in cut]
+        if len(cut) == 1:
+            blocks = [(None, None, q)]
+        return cls(
+            shares=([own for own, _ in pairs], [own for _, own in pairs]),
+            blocks=blocks,
+            key_heads=kv.stop - kv.start,
+            views=_views(part),
+            several=replicated(heads, kv_heads, part.width),
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A call's plan and signature, worked out for one rank: once, for all layers and both directions.
 
     acc: the accumulation dtype. backward_steps: the steps, widest part first. keys: of the plan and the signature,
-    under which ranks remember that they agreed. rows: of this rank's queries and keys. By a part's Ulysses width:
-    shares; blocks of this rank's heads in which every key head serves the same number of query heads; key_heads, the
-    number of key heads of its share; views, the rows of q, and of k and v, that the part's tensors are views of (None
-    if they have their own memory); several, whether several shares read the same key head. stamp: of the plan and what
-    else results depend on. slot, entry_slot: elements of the largest buffer of received keys, and of keys that enter a
-    node. alone: the rank computes its rows in one step from its own keys, without a schedule or an exchange. trades:
-    whether any heads are traded.
+    under which ranks remember that they agreed. rows: of this rank's queries and keys. widths: the parts' recipes, by
+    their Ulysses width. stamp: of the plan and what else results depend on. slot, entry_slot: elements of the largest
+    buffer of received keys, and of keys that enter a node. alone: the rank computes its rows in one step from its own
+    keys, without a schedule or an exchange. trades: whether any heads are traded.
     """
 
     kernel: Kernel
@@ -78,11 +108,7 @@ class Recipe:
     backward_steps: list[Step]
     parts: list[Part]
     rows: tuple[int, int]
-    shares: Mapping[int, Shares]
-    blocks: Mapping[int, list[HeadBlock]]
-    key_heads: Mapping[int, int]
-    views: Mapping[int, Views]
-    several: Mapping[int, bool]
+    widths: Mapping[int, PartRecipe]
     slot: int
     entry_slot: int
     alone: bool
@@ -108,32 +134,26 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     steps = plan.steps(rank, row_bytes=row_bytes)
     parts = [step.part for step in steps if step.first]
     backward_steps = [step for part in reversed(parts) for step in steps if step.part is part]
-    shares: dict[int, Shares] = {}
-    blocks: dict[int, list[HeadBlock]] = {}
-    key_heads: dict[int, int] = {}
-    for part in parts:
-        pairs = [head_share(s.heads, s.kv_heads, part.width, share) for share in range(part.width)]
-        shares[part.width] = [heads for heads, _ in pairs], [kv for _, kv in pairs]
-        heads, kv = pairs[part.share]
-        key_heads[part.width] = kv.stop - kv.start
-        cut = head_blocks(heads, kv, s.heads // s.kv_heads) if heads.stop > heads.start else []
-        blocks[part.width] = [(q, k, slice(heads.start + q.start, heads.start + q.stop)) for q, k in cut]
-        if len(cut) == 1:
-            blocks[part.width] = [(None, None, heads)]
+    widths = {part.width: PartRecipe.of(part, s.heads, s.kv_heads) for part in parts}
     step, *more = steps
-    size = {width: heads * (s.dim + s.v_dim) for width, heads in key_heads.items()}  # elements of a row
+    size = {width: part.key_heads * (s.dim + s.v_dim) for width, part in widths.items()}  # elements of a row
     return Recipe(
-        kernel, acc_dtype(s.dtype), whole, (plan_key(plan), digest_of_call("attention", facts)),
-        digest_of_call("attention", whole), hash63((plan.digest(), s.function())), steps,
-        backward_steps, parts,
-        (plan.rows(rank), plan.rows(rank, "kv")), shares, blocks, key_heads,
-        {part.width: _views(part) for part in parts},
-        {part.width: replicated(s.heads, s.kv_heads, part.width) for part in parts},
-        max((len(step.pos) * size[step.part.width] for step in steps if not step.own_alone), default=0),
-        max((step.entry.rows * size[step.part.width] for step in steps if step.entry is not None), default=0),
+        kernel=kernel,
+        acc=acc_dtype(s.dtype),
+        facts=whole,
+        keys=(plan_key(plan), digest_of_call("attention", facts)),
+        digest=digest_of_call("attention", whole),
+        stamp=hash63((plan.digest(), s.function())),
+        steps=steps,
+        backward_steps=backward_steps,
+        parts=parts,
+        rows=(plan.rows(rank), plan.rows(rank, "kv")),
+        widths=widths,
+        slot=max((len(step.pos) * size[step.part.width] for step in steps if not step.own_alone), default=0),
+        entry_slot=max((step.entry.rows * size[step.part.width] for step in steps if step.entry), default=0),
         alone=(plan.ranks == 1 or step.local and not step.moves) and step.part.trivial and not any(map(is_used, more)),
         trades=any(part.width > 1 for part in parts),
-    )  # fmt: skip
+    )
 
 
 def is_used(step: Step) -> bool:
@@ -168,7 +188,7 @@ class Call(Record):
     def blocks(self, part: Part, slopes: Tensor | None) -> list[ScoredBlock]:
         """Blocks of this rank's heads: inside query heads, inside key heads, their score. slopes: of all heads."""
         s, blocks = self.signature, []
-        for heads, kv, outside in self.recipe.blocks[part.width]:
+        for heads, kv, outside in self.recipe.widths[part.width].blocks:
             own = None if slopes is None else slopes[outside].detach().to(self.recipe.acc).contiguous()
             blocks.append((heads, kv, Score(s.scale, s.softcap, own, s.dropout_p, self.seed, outside.start)))
         return blocks

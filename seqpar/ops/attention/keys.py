@@ -115,7 +115,7 @@ class KeyExchange:
     def __init__(self, call: Call, phase: Phase, steps: Sequence[Step]) -> None:
         recipe, signature = call.recipe, call.signature
         self.call, self.phase, self.comm, self.steps = call, phase, call.comm, steps
-        self.heads, self.dims = recipe.key_heads, (signature.dim, signature.v_dim)
+        self.widths, self.dims = recipe.widths, (signature.dim, signature.v_dim)
         self.rows = call.uploaded.steps
         self.ahead = steps_ahead(call)
         self.arrivals: dict[int, Work] = {}
@@ -129,7 +129,7 @@ class KeyExchange:
 
     def post(self, n: int, k: Tensor, v: Tensor) -> None:
         """Post the exchange that brings the keys of step n; k, v are the inside keys of its part."""
-        step, heads = self.steps[n], self.heads[self.steps[n].part.width]
+        step, heads = self.steps[n], self.widths[self.steps[n].part.width].key_heads
         if not step.moves or not heads:
             return
         with profile_range("post keys", step.number):
@@ -165,7 +165,7 @@ class KeyExchange:
             self.slots.take_back(self.buffers.pop(n - 1))
         if step.own_alone:
             return k, v
-        heads, count = self.heads[step.part.width], len(step.pos)
+        heads, count = self.widths[step.part.width].key_heads, len(step.pos)
         if not (heads and count):
             return k[:0], v[:0]
         rows, copies = self.rows[step.number], []

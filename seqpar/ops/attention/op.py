@@ -64,7 +64,7 @@ def _run(
     if any(grads):
         saved = [sinks, slopes, out, lse]
         for part, own in zip(call.recipe.parts, parts, strict=True):
-            saved += _saved(part, own, (q, k, v), call.recipe.views[part.width])
+            saved += _saved(part, own, (q, k, v), call.recipe.widths[part.width].views)
     return [out, lse], saved, call
 
 
@@ -161,7 +161,7 @@ def _restored(
 ) -> PartTensors:
     """A part's tensors, from the saved ones."""
     q, k, v, own_out, own_lse = saved
-    q_rows, kv_rows = call.recipe.views[part.width]
+    q_rows, kv_rows = call.recipe.widths[part.width].views
     if q_rows is not None:
         q = some_of(q, q_rows)
     if kv_rows is not None:

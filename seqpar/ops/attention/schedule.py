@@ -88,7 +88,7 @@ def forward(
 
 
 def _enter(call: Call, part: Part, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
-    heads, kv = call.recipe.shares[part.width]
+    heads, kv = call.recipe.widths[part.width].shares
     legs = [trade.Leg(q, part.q, heads), trade.Leg(k, part.kv, kv), trade.Leg(v, part.kv, kv)]
     return trade.enter(call, Phase.ENTER, part, legs, kept=True)
 
@@ -127,7 +127,7 @@ def _inside(
         own = out.new_zeros(rows, heads, call.signature.v_dim), lse.new_full((heads, rows), -torch.inf)
     tensors = PartTensors(*traded, *own, call.blocks(part, slopes))
     if sinks is not None:
-        mine = call.recipe.shares[part.width][0][part.share]
+        mine = call.recipe.widths[part.width].shares[0][part.share]
         tensors.lse.copy_(sinks.to(call.recipe.acc)[mine, None].expand_as(tensors.lse))
     return tensors
 
@@ -161,7 +161,7 @@ def _of_heads(heads: Heads, *tensors: Any) -> Sequence[Any]:
 
 def _leave(call: Call, part: Part, tensors: PartTensors, out: Tensor, lse: Tensor) -> Callable[[], None]:
     """Send output and, if it is returned, lse out of the head trade."""
-    heads, _ = call.recipe.shares[part.width]
+    heads, _ = call.recipe.widths[part.width].shares
     legs = [trade.Leg(tensors.out, part.q, heads, target=out)]
     if call.signature.return_lse:
         legs.append(trade.Leg(tensors.lse.t(), part.q, heads, target=lse.t()))
@@ -230,7 +230,7 @@ def backward(
 
 def _enter_back(call: Call, part: Part, incoming: list[Tensor]) -> Callable[[], list[Tensor]]:
     """Gradients of the output and, if there is one, of lse [T, H] on their way into the head trade."""
-    heads, _ = call.recipe.shares[part.width]
+    heads, _ = call.recipe.widths[part.width].shares
     if call.signature.return_lse and part.width > 1 and len(incoming) == 1:  # as another rank may have one of lse
         dout = incoming[0]
         incoming = [dout, dout.new_zeros(dout.shape[:2], dtype=call.recipe.acc)]
@@ -255,7 +255,7 @@ def _part_gradients(
     if len(incoming) > 1:
         delta = delta - incoming[1].t().masked_fill(tensors.lse == -torch.inf, 0.0)
     if dsinks is not None and sinks is not None:
-        mine = call.recipe.shares[part.width][0][part.share]
+        mine = call.recipe.widths[part.width].shares[0][part.share]
         weight = torch.exp(sinks.to(call.recipe.acc)[mine, None] - tensors.lse)
         weight = weight.masked_fill(tensors.lse == -torch.inf, 0.0)  # no key, and a sink of -inf
         dsinks[mine] -= (weight * delta).masked_fill(weight == 0, 0.0).sum(-1)
@@ -286,8 +286,8 @@ def _differentiate(
 
 def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:
     """Send gradients out of the head trade; key heads that several shares read are summed."""
-    (heads, kv), s = call.recipe.shares[part.width], call.signature
-    several, legs = call.recipe.several[part.width], []
+    own, s = call.recipe.widths[part.width], call.signature
+    (heads, kv), several, legs = own.shares, own.several, []
     if not part.q.trivial:
         legs.append(trade.Leg(grads.dq.to(s.dtype), part.q, heads, target=dq))
     elif s.dtype != call.recipe.acc:
