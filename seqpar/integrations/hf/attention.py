@@ -23,8 +23,8 @@ from seqpar.integrations.hf.config import ASKED, mixing_layers, unserved_attenti
 from seqpar.integrations.hf.forward import Forward, Unmade, current, dropped, inside, note_caller
 from seqpar.integrations.hf.mask import blocks_of, rule_of
 from seqpar.ops import attention, bind
-from seqpar.ops.attention.op import calls
 from seqpar.ops.attention.signature import Numerics
+from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
 
@@ -138,7 +138,7 @@ def attention_function(
     change the result; otherwise as `seqpar.attention`.
     """
     if not torch.compiler.is_compiling():
-        calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
+        layer_calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
         note_caller(module)
     if isinstance(attention_mask, Unmade):
         raise attention_mask

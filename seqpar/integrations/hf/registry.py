@@ -22,7 +22,7 @@ from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.attention import KEY, attention_function, mask_of
 from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, nested, unserved_attention
 from seqpar.integrations.hf.forward import current, inside
-from seqpar.ops.attention.op import calls
+from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import surrounding
 
 REGISTRIES = (AttentionInterface, AttentionMaskInterface)
@@ -124,13 +124,13 @@ def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     """
     if _watch.on or not _rows_of_a_plan(model):
         return nn.Module.__call__(model, *args, **named)
-    before = calls.begun
+    before = layer_calls.begun
     _watch.on = True
     try:
         out = nn.Module.__call__(model, *args, **named)
     finally:
         _watch.on = False
-    if calls.begun == before:
+    if layer_calls.begun == before:
         config = model.config.get_text_config()
         reasons = [*unserved_attention(config), *mixing_layers(config)] or [NO_INTERFACE]
         raise NotImplementedError(

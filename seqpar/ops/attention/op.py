@@ -13,7 +13,6 @@ a part's tensors are views, the inputs and results that they view are saved inst
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,22 +30,13 @@ from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.ahead import attention_seen
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls, unneeded
 from seqpar.ops.core.device import current_device_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import some_of
 from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")
-
-
-class Calls(threading.local):
-    """The number of attention calls that this thread has begun, also in graphs."""
-
-    begun = 0
-
-
-calls = Calls()
 
 
 def _run(
@@ -73,7 +63,7 @@ def _agreed(
     options: Options, grads: Sequence[bool],
 ) -> Call:  # fmt: skip
     """The call with these arguments. A collective; raises as `attention`, on every rank."""
-    calls.begun += 1
+    layer_calls.begun += 1
     check_comm("attention", comm)
     number = comm.next_call()
     with agreement("attention", comm) as agreed:

@@ -53,9 +53,13 @@ TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 class LayerCalls(threading.local):
-    """How many calls of attention and recurrences this thread has run, those of compiled graphs included."""
+    """The layers' calls of this thread, those of compiled graphs included.
 
-    run = 0
+    begun: of attention; also those that are refused, and those of a model whose checkpoint has the result. run: of
+    attention and recurrences; those that an op has run.
+    """
+
+    begun = run = 0
 
 
 layer_calls = LayerCalls()
@@ -101,8 +105,8 @@ class CollectiveOp:
     tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
     grads, needs), for any other, returns the gradients of the first tensors; the rest have none. reads_results: whether
-    that needs the results of forward, which graphs then save. checks: whether a call
-    refuses transforms, and leaves tensors that are not dense to `run`; False where the verb has checked both.
+    that needs the results of forward, which graphs then save. checks: whether a call refuses transforms, and leaves
+    tensors that are not dense to `run`; False where the verb has checked both.
     """
 
     def __init__(
