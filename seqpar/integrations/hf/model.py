@@ -27,6 +27,7 @@ from seqpar.data import Share
 from seqpar.data.batch import Reading, read
 from seqpar.data.host import moved
 from seqpar.data.prefetch import Epochs, Loader
+from seqpar.data.rows import LABELS
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints, whole
@@ -52,7 +53,6 @@ from seqpar.integrations.hf.registry import enter, implementation, occupied
 from seqpar.integrations.hf.request import (
     COUNT,
     DOCUMENTS,
-    LABELS,
     OF_LOSS,
     ROWS,
     UNREAD,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from seqpar.comm import Comm
 from seqpar.data.batch import FACTS
 from seqpar.data.host import read_entries
+from seqpar.data.rows import LABELS
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.config import ASKED, takes_any, text_of
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
@@ -24,9 +25,8 @@ from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial import ModelFit
 
 # Entries of a batch with a value per token, and entries that mark documents.
-ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
+ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS)
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-LABELS = ("labels", "shift_labels")
 OF_LOSS = (*LABELS, "num_items_in_batch")  # not taken by a base model
 # A fact that ranks compare; its name tells how to count if they differ.
 COUNT = "num_items_in_batch (of all ranks, as Trainer counts with average_tokens_across_devices=True)"
