@@ -17,6 +17,15 @@ from seqpar.foreign.wrap import replaced
 
 Buffers = dict[tuple[nn.Module, str], Tensor]
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up once, at a first forward
+LARGEST = 1 << 26  # bytes up to which a copy of a tensor is kept; caches and tables may be larger
+KEPT = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+OF_MODULES = nn.Module().__dict__.keys()
+# packages whose objects do not hold the state of a model
+STATELESS = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "concurrent", "multiprocessing", "logging")
 
 
 class SavedState:
@@ -128,17 +137,6 @@ def _can_be_kept(x: Any) -> bool:
     reach = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) + 1
     memory = x.untyped_storage().nbytes()  # FSDP1 frees it and leaves views behind
     return reach * x.itemsize <= memory and min(x.nbytes, memory) <= LARGEST
-
-
-LARGEST = 1 << 26  # bytes up to which a copy of a tensor is kept; caches and tables may be larger
-KEPT = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16,
-    torch.float32, torch.float64, torch.complex64, torch.complex128,
-}  # fmt: skip
-GENERATORS = (random.Random, np.random.Generator, torch.Generator)
-OF_MODULES = nn.Module().__dict__.keys()
-# packages whose objects do not hold the state of a model
-STATELESS = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "concurrent", "multiprocessing", "logging")
 
 
 def held(values: Iterable[Any]) -> Iterator[Any]:

@@ -87,7 +87,9 @@ class NativeChunks:
 
     def prepare(self, x: Recurrence, tables: NativeTables) -> tuple[Recurrence, NativeTables]:
         """Rows, each of them dense."""
-        return Recurrence(*(None if y is None else _dense_rows(y) for y in x[:5]), x.scale), tables  # type: ignore[arg-type, call-arg]
+        q, k, v = map(_dense_rows, x[:3])
+        decay, beta = (None if y is None else _dense_rows(y) for y in x[3:5])
+        return Recurrence(q, k, v, decay, beta, x.scale, x.rates), tables
 
     def leave(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
         """See `RecurrentKernel`; matrices are walked as further columns of the state, from the identity."""

@@ -35,8 +35,7 @@ class agreement:
     # facts: name -> value. values: may differ from call to call, small tensors included; compared along with the facts,
     # but no reason to compare again. digest: names the call in messages, by default the facts' digest; 0 for a single
     # rank. keys: under which the facts are remembered, by default the digest; ranks that remember all keys do not
-    # compare
-    # again.
+    # compare again.
     facts: Mapping[str, object] = {}
     values: Mapping[str, object] = {}
     digest = 0
