@@ -25,7 +25,7 @@ from scipy import optimize, sparse
 from seqpar.facts.intervals import expand
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, whole
+from seqpar.facts.value import Ints, integer
 from seqpar.plan import Plan
 from seqpar.planner.bound import lower_bound
 from seqpar.planner.cost import Layers, Weights, counted, ticks
@@ -66,7 +66,7 @@ def optimum(problem: Problem, *, block: int = 1, seconds: float = 60.0) -> Optim
     lengths, ranks, layers, room = problem.lengths, problem.ranks, problem.layers, problem.room
     shape, machine = problem.model, problem.hardware
     w = weights_for(layers, shape, machine, stage_bytes=STAGE_BYTES[-1], rows=int(room.max()))
-    blocks, bound = blocks_of(lengths, whole("block", block, 1)), lower_bound(layers, w, ranks)
+    blocks, bound = blocks_of(lengths, integer("block", block, 1)), lower_bound(layers, w, ranks)
     rank, least = _solved(blocks, layers, w, room, bound, seconds)
     order = np.argsort(rank, kind="stable")
     layout = Layout.from_pieces(blocks.start[order], blocks.rows[order], rank[order], ranks, name="optimal")

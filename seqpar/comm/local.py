@@ -61,7 +61,7 @@ from seqpar.comm.protocol import (
     refuse_capture,
     rounds,
 )
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 
 log = logging.getLogger("seqpar.comm")
 
@@ -498,9 +498,9 @@ class LocalComm(CommBase[_LocalChannel]):
 
         Raises: ValueError for a size or node that is not an integer of at least 1, or a timeout that is not positive.
         """
-        size = whole("LocalComm.world: size", size, 1)
+        size = integer("LocalComm.world: size", size, 1)
         if node is not None:
-            node = whole("LocalComm.world: node", node, 1)
+            node = integer("LocalComm.world: node", node, 1)
         check_timeout("LocalComm.world", timeout)
         nodes = () if node is None else [rank // node for rank in range(size)]
         delays = delay if isinstance(delay, tuple) else (delay, delay)

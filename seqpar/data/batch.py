@@ -26,7 +26,7 @@ from seqpar.data.documents import (
 from seqpar.data.host import moved, placed, read_entries
 from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, READ, STARTS, TOKENS, Home, PackedRows, flat
 from seqpar.facts.intervals import expand
-from seqpar.facts.value import Ints, whole
+from seqpar.facts.value import Ints, integer
 from seqpar.kernels.memory.copy import picked
 from seqpar.ops.core.collective_op import check_dense
 
@@ -101,8 +101,8 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     """
     if how.shift not in SHIFTS:
         raise ValueError(f"shift must be one of {', '.join(SHIFTS)}, got {how.shift!r}")
-    depth = whole("mtp_depth", how.mtp_depth, 0)
-    whole("ignore_index", how.ignore_index, -(1 << 63))
+    depth = integer("mtp_depth", how.mtp_depth, 0)
+    integer("ignore_index", how.ignore_index, -(1 << 63))
     if depth and batch is not None and PARENTS in batch:
         raise NotImplementedError(f"mtp_depth={depth}: a token of a tree has several next ones; give mtp_depth=0")
     if meant := sorted(READ & {*how.keep}):

@@ -16,7 +16,7 @@ from seqpar.data.batch import Reading
 from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Known, announce
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.ops.core.ahead import attention_seen, recurrent_seen
 from seqpar.planner import MicroBatch
 
@@ -52,7 +52,7 @@ def prefetch(
     Raises: at the batch's turn, as `share`; the error of a rank's loader on that rank, and ValueError on all others;
     ValueError on every rank for a batch that its loader, or the loop, has written to since it was read.
     """
-    depth = whole("depth", depth, 1)
+    depth = integer("depth", depth, 1)
     how = Reading(shift, ignore_index, keep, device, mtp_depth)
     return Epochs(lambda: _shares(Loader(batches), comm, how, depth, source, plan))
 

@@ -25,7 +25,7 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
 from seqpar.foreign.fingerprint import WeightChecks, differing, differing_gradient, hashed, leaves
 from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
@@ -83,7 +83,7 @@ def parallelize(
         raise ValueError(f"the spec is for {spec.model}, the model is a {name}")
     if grad not in GRADS:
         raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
-    average_over = whole("average_over", average_over, 1)
+    average_over = integer("average_over", average_over, 1)
     if average_over > 1 and grad == "sum":
         raise NotImplementedError(
             f'average_over={average_over} with grad="sum", where parameters after the exit have their own gradients; '

@@ -26,7 +26,7 @@ from seqpar.dsp.costs import Costs, Stage, StageChoice
 from seqpar.dsp.search import Search, kinds_of
 from seqpar.dsp.space import Sharding, sizes_of_parts
 from seqpar.facts.drawing import checked_path
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.planner import Hardware
 
 
@@ -132,7 +132,7 @@ def plan_stages(
     a memory limit that no way meets.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
-    costs = Costs(_sizes(dims), whole("plan_stages: ranks", ranks, 1), hardware, training)
+    costs = Costs(_sizes(dims), integer("plan_stages: ranks", ranks, 1), hardware, training)
     _check(stages, costs, start)
     wanted = set(costs.shardings if end is None else end)
     if not wanted <= set(costs.shardings):
@@ -176,7 +176,7 @@ def rivals(
     All go from whole to whole, with no limit of memory. dsp: hold one dimension, and switch around each stage that
     mixes it. ulysses, ring: hold one dimension throughout. replicate: shard nothing.
     """
-    costs = Costs(_sizes(dims), whole("rivals: ranks", ranks, 1), Hardware.of(hardware), training)
+    costs = Costs(_sizes(dims), integer("rivals: ranks", ranks, 1), Hardware.of(hardware), training)
     stages = tuple(stages)
     _check(stages, costs, None)
     tried: dict[str, list[StagePlan | None]] = {}
@@ -206,7 +206,7 @@ def _planned(
 
 
 def _sizes(dims: Mapping[str, int]) -> dict[str, int]:
-    return {name: whole(f"plan_stages: the size of {name}", size, 1) for name, size in dims.items()}
+    return {name: integer(f"plan_stages: the size of {name}", size, 1) for name, size in dims.items()}
 
 
 def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:

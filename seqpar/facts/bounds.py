@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.facts.bands import Band, Until
 from seqpar.facts.intervals import linear_spans
-from seqpar.facts.value import MOST, Ints, int64_of, lengths_of, whole
+from seqpar.facts.value import MOST, Ints, int64_of, integer, lengths_of
 
 
 def band_of_bounds(
@@ -22,7 +22,7 @@ def band_of_bounds(
         )
     low, high = int64_of("lo", low), int64_of("hi", high)
     tokens = low.size
-    keys = tokens if kv_tokens is None else whole("kv_tokens", kv_tokens, 1, MOST)
+    keys = tokens if kv_tokens is None else integer("kv_tokens", kv_tokens, 1, MOST)
     bad = (low < 0) | (low > high) | (high > keys)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])

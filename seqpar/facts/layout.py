@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from seqpar.facts.intervals import Holders, Runs, edges, expand, order_of, progressions, runs_of
-from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
+from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, integer, is_integer, lengths_of
 
 RANKS = 1 << 20  # at most, per layout: the square of twice as many fits into 64 bits
 
@@ -62,7 +62,7 @@ class Layout(Fact):
 
         Raises: ValueError for pieces that overlap, miss a token, start below 0 or name an unknown rank.
         """
-        ranks = whole("ranks", ranks, 1, RANKS)
+        ranks = integer("ranks", ranks, 1, RANKS)
         first, length, holder = _checked_pieces(start, count, rank, ranks)
         order = order_of(holder, ranks)
         return cls._make(first[order], length[order], holder[order], ranks, name)
@@ -110,7 +110,7 @@ class Layout(Fact):
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> Layout:
         """Rank ``r`` holds tokens ``[r * tokens // ranks, (r + 1) * tokens // ranks)``."""
-        tokens, ranks = whole("tokens", tokens, 1, MOST), whole("ranks", ranks, 1, RANKS)
+        tokens, ranks = integer("tokens", tokens, 1, MOST), integer("ranks", ranks, 1, RANKS)
         edge = _part(np.arange(ranks + 1), np.int64(tokens), ranks)
         return cls._make(edge[:-1], np.diff(edge), np.arange(ranks), ranks, "contiguous")
 
@@ -121,7 +121,7 @@ class Layout(Fact):
         Balances the area of causal attention. Chunks differ by at most one token; the rounding rotates with the
         document's place in the batch, so that short documents spread over all ranks.
         """
-        docs, ranks = lengths_of("lengths", lengths), whole("ranks", ranks, 1, RANKS)
+        docs, ranks = lengths_of("lengths", lengths), integer("ranks", ranks, 1, RANKS)
         chunks, edge = 2 * ranks, edges(docs)
         held = np.minimum(docs, chunks)  # chunks of each document that hold tokens
         nth, document = expand(np.zeros_like(held), held), np.repeat(np.arange(docs.size), held)
@@ -138,9 +138,9 @@ class Layout(Fact):
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:
         """Deal blocks of ``block`` tokens to the ranks in turns."""
         tokens, ranks, block = (
-            whole("tokens", tokens, 1, MOST),
-            whole("ranks", ranks, 1, RANKS),
-            whole("block", block, 1),
+            integer("tokens", tokens, 1, MOST),
+            integer("ranks", ranks, 1, RANKS),
+            integer("block", block, 1),
         )
         if block == 1:
             start = np.arange(min(ranks, tokens))

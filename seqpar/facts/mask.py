@@ -38,7 +38,7 @@ from seqpar.facts.picture import Shown, plot
 from seqpar.facts.slices import block_strips, slice_strips
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import Strips, bands_of, sink_strips, united
-from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, is_integer, lengths_of, whole
+from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, integer, is_integer, lengths_of
 from seqpar.facts.windows import checked_window, windowed
 
 
@@ -85,7 +85,7 @@ class Mask(Fact):
         if keys is not queries and np.array_equal(queries, keys):
             keys = queries  # kv_lengths equal to lengths make the same mask as None
         left, right = checked_window(window, causal)
-        sinks = whole("sink_tokens", sink_tokens, 0, MOST)
+        sinks = integer("sink_tokens", sink_tokens, 0, MOST)
         spans = document_spans(queries, keys, left, right)
         bands: tuple[Band, ...] = (Band(spans),)
         name = ("causal" if causal else "full") + (f", window={window}" if window != (None, None) else "")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.facts.unions import Strips
-from seqpar.facts.value import MOST, Ints, int64_of, whole
+from seqpar.facts.value import MOST, Ints, int64_of, integer
 
 KINDS = ("full", "causal", "inv_causal", "bi_causal")
 
@@ -38,8 +38,8 @@ def slice_strips(
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {unknown[0]!r:.200}; give one for every slice")
     last = int(max(q.max(), k.max() if kv_tokens is None else 0, 1))
-    queries = last if tokens is None else whole("tokens", tokens, 1, MOST)
-    keys = queries if kv_tokens is None else whole("kv_tokens", kv_tokens, 1, MOST)
+    queries = last if tokens is None else integer("tokens", tokens, 1, MOST)
+    keys = queries if kv_tokens is None else integer("kv_tokens", kv_tokens, 1, MOST)
     for name, ranges, option, most in (("q_ranges", q, "tokens", queries), ("k_ranges", k, "kv_tokens", keys)):
         if ranges.max() > most:
             n = int(ranges[:, 1].argmax())
@@ -63,10 +63,13 @@ def block_strips(
             "> 0, or choose blocks first"
         )
     tall, wide = block if isinstance(block, (tuple, list)) and len(block) == 2 else (block, block)
-    tall, wide = (whole("block", size, 1, MOST) for size in (tall, wide))
+    tall, wide = (integer("block", size, 1, MOST) for size in (tall, wide))
     held = shown.shape[0] * tall, shown.shape[1] * wide
-    queries = held[0] if tokens is None else whole("tokens", tokens, 1, MOST)
-    keys = (queries if held[0] == held[1] else held[1]) if kv_tokens is None else whole("kv_tokens", kv_tokens, 1, MOST)
+    queries = held[0] if tokens is None else integer("tokens", tokens, 1, MOST)
+    if kv_tokens is None:
+        keys = queries if held[0] == held[1] else held[1]
+    else:
+        keys = integer("kv_tokens", kv_tokens, 1, MOST)
     for name, most, size, count in (
         ("tokens", queries, tall, shown.shape[0]),
         ("kv_tokens", keys, wide, shown.shape[1]),

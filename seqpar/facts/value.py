@@ -27,7 +27,7 @@ def digest_of(*parts: object) -> str:
     return h.hexdigest()
 
 
-def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+def integer(name: str, value: object, least: int, most: int | None = None) -> int:
     """The value, checked to be an integer from ``least`` to ``most``; 3.0 is refused."""
     if not is_integer(value) or value < least:  # type: ignore[operator]
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")

@@ -23,7 +23,7 @@ import numpy as np
 from seqpar.facts.intervals import Holders
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Fact, Ints, is_integer, whole
+from seqpar.facts.value import Fact, Ints, integer, is_integer
 from seqpar.plan.fetched import Fetched
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.hierarchy import fetch_by_node
@@ -113,7 +113,7 @@ class Derived(Fact):
     def steps(self, rank: int, *, row_bytes: int = NOMINAL_ROW_BYTES) -> list[Step]:
         """The steps of a rank, part after part. row_bytes: of a token's keys and values; alike on all ranks."""
         self._check_rank(rank)
-        stage_rows = max(1, self.stage_bytes // whole("row_bytes", row_bytes, 1))
+        stage_rows = max(1, self.stage_bytes // integer("row_bytes", row_bytes, 1))
         if self.transport != "fetch":
             stage_rows = 0  # the other transports have no stages
         return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))
@@ -182,7 +182,7 @@ class Derived(Fact):
         row_bytes: of one row of the fetched tensor or tensors; in backward of those that require a gradient. Counts
         tensor contents, as `Comm.stats` does.
         """
-        return self.fetch_table(rank).sent(rank, backward=backward) * whole("row_bytes", row_bytes, 0)
+        return self.fetch_table(rank).sent(rank, backward=backward) * integer("row_bytes", row_bytes, 0)
 
     def row_bytes(self, heads: int, kv_heads: int, dim: int, v_dim: int, size: int) -> int:
         """Bytes of one token's keys and values on the rank with most key heads; this bounds the stages of all ranks."""

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, digest_of, frozen, int64_of, is_integer, whole
+from seqpar.facts.value import Ints, digest_of, frozen, int64_of, integer, is_integer
 from seqpar.plan.derive import Derived
 from seqpar.plan.plot import plot
 from seqpar.plan.prediction import Prediction
@@ -57,8 +57,8 @@ class Plan(Derived):
         keys = _checked_layouts(mask, layout, kv_layout)
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-        stage_bytes = whole("stage_bytes", stage_bytes, 1)
-        node = None if node is None else whole("node", node, 1)
+        stage_bytes = integer("stage_bytes", stage_bytes, 1)
+        node = None if node is None else integer("node", node, 1)
         if node is not None and layout.ranks % node:
             raise ValueError(f"node must divide the {layout.ranks} ranks, got {node}")
         per_document = np.ndim(ulysses) == 1
@@ -176,7 +176,7 @@ def _whole_widths(widths: Any) -> tuple[int, ...]:
     values = widths.tolist() if isinstance(widths, np.ndarray) else widths
     if set(map(type, values)) <= {int} and min(values, default=1) >= 1:
         return tuple(values)
-    return tuple(whole("the Ulysses width", u, 1) for u in values)
+    return tuple(integer("the Ulysses width", u, 1) for u in values)
 
 
 def _checked_widths(residence: Residence, width: tuple[int, ...], per_document: bool, node: int | None) -> Ints:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.plan.travel_work import CHUNK, RATES, STEP, LayerWork
 
@@ -68,7 +68,7 @@ class RecurrentLayer:
     def __post_init__(self) -> None:
         """Check the sizes, and fill in those that follow from others."""
         for field in ("heads", "key_dim", "value_dim", "groups", "taps", "channels", "projections"):
-            object.__setattr__(self, field, whole(f"RecurrentLayer: {field}", getattr(self, field), 0, MOST))
+            object.__setattr__(self, field, integer(f"RecurrentLayer: {field}", getattr(self, field), 0, MOST))
         object.__setattr__(self, "groups", self.groups or self.heads)
         if self.taps and not self.channels:
             object.__setattr__(self, "channels", 2 * self.groups * self.key_dim + self.heads * self.value_dim)
@@ -160,7 +160,7 @@ class RecurrentLayer:
             row=(keys + values) * size + self.decays * gate,
             out=values * size,
             work=LayerWork.of(
-                *work, beta=self.delta, device=device, threads=whole("threads", threads, 1), channels=self._steps
+                *work, beta=self.delta, device=device, threads=integer("threads", threads, 1), channels=self._steps
             )
             if self.heads
             else None,

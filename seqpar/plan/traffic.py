@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.steps import Part, Step, count
 
@@ -29,7 +29,7 @@ class HeadShape:
     def __post_init__(self) -> None:
         """Raise ValueError for a dtype, heads or dims that attention does not support."""
         for name in ("heads", "kv_heads", "dim") + ("v_dim",) * (self.v_dim is not None):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 1))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")

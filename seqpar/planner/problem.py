@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.facts.layout import RANKS
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, lengths_of, whole
+from seqpar.facts.value import Ints, integer, lengths_of
 from seqpar.planner.cost import Layers
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
@@ -59,13 +59,13 @@ class Problem:
 
         Raises: ValueError for arguments out of range.
         """
-        tokens, ranks = lengths_in(lengths), whole("ranks", ranks, 1, RANKS)
+        tokens, ranks = lengths_in(lengths), integer("ranks", ranks, 1, RANKS)
         machine = Hardware.of(hardware)
         together = int(tokens.sum()) if at_once is None else at_once
         shape, memory = _fitting(model, machine, -(-together // ranks))
         if isinstance(lengths, Mask):
             masks = _masks_of_layers(lengths, masks, shape)
-        fast = machine.node if node is None else whole("node", node, 1)
+        fast = machine.node if node is None else integer("node", node, 1)
         node = min(ranks, fast)
         machine = machine.among(node)
         if type(lockstep) is not bool:
@@ -102,7 +102,7 @@ class Problem:
         """Rows that fit a rank."""
         if self.max_tokens_per_rank is None:
             return self.memory.rows
-        return min(self.memory.rows, whole("max_tokens_per_rank", self.max_tokens_per_rank, 1))
+        return min(self.memory.rows, integer("max_tokens_per_rank", self.max_tokens_per_rank, 1))
 
     @property
     def room(self) -> Ints:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, frozen, whole
+from seqpar.facts.value import Ints, frozen, integer
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.batch import plan_of
@@ -69,7 +69,7 @@ def plan_step(
     needed = int(tokens.max())
     check_positions(needed)
     if micro_batches is not None:
-        needed = max(needed, -(-int(tokens.sum()) // whole("micro_batches", micro_batches, 1)))
+        needed = max(needed, -(-int(tokens.sum()) // integer("micro_batches", micro_batches, 1)))
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
         max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, at_once=needed,

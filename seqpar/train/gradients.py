@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from seqpar.comm import Comm, PeerError, Tag
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.comm.protocol import has_memory
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
@@ -56,7 +56,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     refuse_transforms("sync_gradients")
     check_comm("sync_gradients", comm)
     try:
-        several, bucket_bytes = _once(parameters), whole("bucket_bytes", bucket_bytes, 1)
+        several, bucket_bytes = _once(parameters), integer("bucket_bytes", bucket_bytes, 1)
         claim = _Claim.of(several, bucket_bytes)
     except Exception as error:
         with suppress(PeerError):  # of ranks that rely on what they remember

@@ -27,7 +27,7 @@ from torch import nn
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
-from seqpar.facts.value import whole
+from seqpar.facts.value import integer
 from seqpar.foreign.code import identity_of
 from seqpar.foreign.fingerprint import WeightChecks, differing, fingerprint, leaves
 from seqpar.foreign.kinds import name_of
@@ -71,7 +71,7 @@ def parallelize(
     if any(queries != keys for queries, keys in recipe.attends.values()):
         _check_takes_key_layout(model, plan)
     numerics = Numerics.checked(accuracy, deterministic)
-    average_over = whole("average_over", average_over, 1)
+    average_over = integer("average_over", average_over, 1)
     named = list(model.named_modules())
     check_alone(named)
     refuse_unready(model)

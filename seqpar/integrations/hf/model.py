@@ -30,7 +30,7 @@ from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.rows import LABELS
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
-from seqpar.facts.value import Ints, whole
+from seqpar.facts.value import Ints, integer
 from seqpar.foreign.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
 from seqpar.integrations.hf.afterwards import Afterwards
@@ -208,7 +208,7 @@ class ParallelTransformer(ParallelModel):
                 return batch, lengths
             return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
-        depth, replicated = whole("depth", depth, 1), self.source == "replicated"
+        depth, replicated = integer("depth", depth, 1), self.source == "replicated"
         return Epochs(
             lambda: ahead(
                 Loader(batches), self.comm, self._plans, bring, self._derive, depth=depth, replicated=replicated
