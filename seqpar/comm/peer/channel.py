@@ -48,7 +48,7 @@ from seqpar.comm.failure import Monitor, weakly
 from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import row_major
-from seqpar.comm.peer.memory import PeerMemory
+from seqpar.comm.peer.memory import PeerMemory, agreed
 from seqpar.comm.peer.pieces import CUT, HALVES, CutPiece, Lane, box, cut, lane_bytes, plain
 from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
 from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
@@ -103,12 +103,8 @@ class PeerChannel(Channel):
     """
 
     def __init__(self, control: Comm, cuda: Any, pool_bytes: int, timeout: float) -> None:
-        error: Exception | None = None
-        try:
+        with agreed(control):
             check_pool("PeerComm", pool_bytes)
-        except ValueError as wrong:
-            error = wrong
-        control.agree("PeerComm", {}, error)
         self.control, self.cuda, self.timeout = control, cuda, timeout
         self.rank, self.size = control.rank, control.size
         self.words, self.ops, self.lock = SignalWords(self.size), native.ops(), threading.RLock()
@@ -143,14 +139,10 @@ class PeerChannel(Channel):
         self.monitor = Monitor(timeout, weakly(self._stuck, None), weakly(self._look, gone=True))
 
     def _open_mail(self, addresses: Sequence[list[int]]) -> None:
-        error = None
-        try:
+        with agreed(self.control):
             for peer, address in enumerate(addresses):
                 if peer != self.rank:
                     self.ops.shm_map(self.mail, peer, address)
-        except RuntimeError as raised:
-            error = raised
-        self.control.agree("PeerComm", {}, error)
         self.ops.shm_ready(self.mail)
 
     def close(self) -> None:

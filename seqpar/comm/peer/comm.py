@@ -15,6 +15,7 @@ from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.local import LocalComm
 from seqpar.comm.peer.channel import PeerChannel, PeerExchange
 from seqpar.comm.peer.cuda import Cuda
+from seqpar.comm.peer.memory import agreed
 from seqpar.comm.protocol import NO_FACTS, PeerError, Stats, Tag, Work, checked_sides, refuse_capture
 from seqpar.comm.shm import ShmComm
 
@@ -69,12 +70,8 @@ class PeerComm(CommBase[PeerChannel]):
         signals: str = "auto",
     ) -> None:
         control = ShmComm(process_group("PeerComm", group), timeout=timeout, check=check)
-        cuda, error = None, None
-        try:
+        with agreed(control):
             cuda = Cuda(device, signals=signals)
-        except (NotImplementedError, ValueError) as raised:
-            error = raised
-        control.agree("PeerComm", {}, error)
         self._begin(control, cuda, pool_bytes, timeout)
 
     @classmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from seqpar.comm.protocol import Comm, Tag
 OPENING = -3  # phase of the constructor's messages
 HELLO_BYTES = 4096
 PROCESS = secrets.token_hex(8)  # process numbers may repeat on other machines
+
+
+@contextmanager
+def agreed(control: Comm) -> Iterator[None]:
+    """A block of a constructor; its error is raised on this rank, and quoted on every other one. A collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except (RuntimeError, ValueError) as raised:
+        error = raised
+    control.agree("PeerComm", {}, error)
 
 
 class PeerMemory:
@@ -65,15 +77,12 @@ class PeerMemory:
         self._cuda.free(self.bases[self._control.rank])
 
     def _allocate(self, size: int, words: int, value: int) -> tuple[dict[str, Any], int]:
-        address, error = 0, None
+        address = 0
         hello: dict[str, Any] = {}
         try:
-            address = self._cuda.allocate(size, words, value)
-            hello["handle"] = self._cuda.export(address)
-        except RuntimeError as raised:
-            error = raised
-        try:
-            self._control.agree("PeerComm", {}, error)
+            with agreed(self._control):
+                address = self._cuda.allocate(size, words, value)
+                hello["handle"] = self._cuda.export(address)
         except (RuntimeError, ValueError):
             if address:
                 self._cuda.free(address)
