@@ -35,6 +35,12 @@ def weakly(method: Callable[..., T], gone: T) -> Callable[..., T]:
     return call
 
 
+def parsed_cause(text: str) -> tuple[int, str]:
+    """The rank and the reason of a root cause, which is written as both with a space between."""
+    rank, _, reason = text.partition(" ")
+    return int(rank), reason
+
+
 class RootCause:
     """The reason for a group's death, in its store: the first rank to write it wins.
 
@@ -52,13 +58,14 @@ class RootCause:
     def write(self, reason: str) -> tuple[int, str]:
         """The valid (rank, reason): this one, unless another rank was first."""
         own = f"{self._rank} {reason}"
-        return self._parse(self._patiently(lambda: self._store.compare_set(self._key, "", own)) or own.encode())
+        found = self._patiently(lambda: self._store.compare_set(self._key, "", own))
+        return parsed_cause(found.decode() if found else own)
 
     def read(self, grace: float = 0.0) -> tuple[int, str] | None:
         """The (rank, reason) in the store, after waiting up to `grace` seconds for one."""
         deadline = time.monotonic() + min(grace, self._patience)
         text = self._patiently(lambda: self._poll(deadline, ANSWERING if grace else 0.0))
-        return self._parse(text) if text else None
+        return parsed_cause(text.decode()) if text else None
 
     def roll_call(self, name: str, ranks: Sequence[int], grace: float = 1.0) -> set[int]:
         """The ranks among these that answer within `grace` seconds, including this one."""
@@ -124,11 +131,6 @@ class RootCause:
                 return None
             time.sleep(0.02)
         return bytes(self._store.get(self._key))
-
-    @staticmethod
-    def _parse(text: bytes) -> tuple[int, str]:
-        rank, _, reason = text.decode().partition(" ")
-        return int(rank), reason
 
     def _patiently(self, access: Callable[[], T]) -> T | None:
         # at the end of the process a thread would never start, and this one would wait for it

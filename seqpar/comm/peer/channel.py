@@ -44,7 +44,7 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.arguments import check_pool
 from seqpar.comm.base import Channel, waited
-from seqpar.comm.failure import Monitor, weakly
+from seqpar.comm.failure import Monitor, parsed_cause, weakly
 from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import row_major
@@ -418,8 +418,7 @@ class PeerChannel(Channel):
             except PeerError as error:
                 self.ops.shm_fail(self.mail, str(error))
                 text = self.ops.shm_cause(self.mail)
-        rank, _, reason = text.partition(" ")
-        return int(rank), reason
+        return parsed_cause(text)
 
     def check(self, doing: str = "cannot go on") -> None:
         """Raise PeerError if the comm is dead, or in a process forked from the rank's."""

@@ -37,7 +37,7 @@ from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
 from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, held_up, process_group
 from seqpar.comm.entry import uncompiled
-from seqpar.comm.failure import RootCause
+from seqpar.comm.failure import RootCause, parsed_cause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import Stats, Tag, Work, checked_sides
@@ -170,8 +170,7 @@ class ShmChannel(ProcessChannel):
     def cause(self) -> tuple[int, str] | None:
         """The (rank, reason) that killed the group, or None."""
         if self._cause is None and (text := self.ops.shm_cause(self.end)):
-            rank, _, reason = text.partition(" ")
-            self._cause = int(rank), reason
+            self._cause = parsed_cause(text)
             log.info("rank %d: root cause: rank %d: %s", self.rank, *self._cause)
         return self._cause
 
