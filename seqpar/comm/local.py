@@ -33,7 +33,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -45,10 +44,9 @@ from torch import Tensor
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, Done, WorkBase
 from seqpar.comm.entry import enters, uncompiled
+from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, cycle_through
 from seqpar.comm.owner import in_some_comm
 from seqpar.comm.protocol import (
-    INSIDE,
-    LANES,
     NO_FACTS,
     Comm,
     Contribution,
@@ -65,45 +63,6 @@ from seqpar.facts.value import integer
 
 log = logging.getLogger("seqpar.comm")
 
-# the world ranks of a sub in its own order, () for the whole world; part of every key, so that messages of a sub never
-# match its parent's
-Scope = tuple[int, ...]
-
-
-@dataclass(eq=False)
-class _RoundsLeft:
-    """The unfinished part of one rank's exchange; shared by its rounds and its `Work`."""
-
-    rank: int
-    rounds_left: int
-    # for CUDA tensors
-    stream: Any = None  # the posting stream
-    ready: Any = None  # an event: the tensors to send are written
-    copied: list[Any] = field(default_factory=list)  # events after the copies from and to the tensors
-
-
-@dataclass(eq=False)
-class _Round:
-    """One round of one rank's exchange, an entry of its queue. Peers are world ranks; matched messages are removed."""
-
-    rank: int
-    key: tuple[Scope, Tag, tuple[int, int, int]]
-    sends: dict[int, list[Tensor]]
-    recvs: dict[int, list[Tensor]]
-    progress: _RoundsLeft
-    posted: float
-    moving: int = 0  # messages matched but not yet copied
-
-    def needs(self, peer: int) -> bool:
-        """Whether a message from or to `peer` is still unmatched."""
-        return peer in self.sends or peer in self.recvs
-
-    def __str__(self) -> str:
-        scope, tag, (lane, *number) = self.key
-        among = f" among ranks {list(scope)}" if scope else ""
-        inside = " inside a node" if lane == INSIDE else ""
-        return f"{tag}{among}{inside}" + (f" round {number}" if any(number) else "")
-
 
 @dataclass(order=True)
 class _Move:
@@ -111,31 +70,14 @@ class _Move:
 
     due: float
     number: int
-    sender: _Round = field(compare=False)
-    receiver: _Round = field(compare=False)
+    sender: PostedRound = field(compare=False)
+    receiver: PostedRound = field(compare=False)
     source: list[Tensor] = field(compare=False)
     target: list[Tensor] = field(compare=False)
 
 
-@dataclass(eq=False)
-class _Agreement:
-    """An agreement or gathering of some ranks. calls: rank -> its call. claims: each rank's contribution."""
-
-    ranks: Sequence[int]
-    calls: dict[int, str] = field(default_factory=dict)
-    claims: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that have not arrived."""
-        return [rank for rank in self.ranks if rank not in self.claims]
-
-
 class _World:
-    """The queues of all ranks. One lock guards everything; a rank waits on its own condition.
-
-    The queue of a rank in a lane has the number ``lane * size + rank``.
-    """
+    """The queues of all ranks, see `Waits`. One lock guards everything; a rank waits on its own condition."""
 
     def __init__(
         self, size: int, timeout: float, delays: Sequence[float], *, direct: bool, nodes: Sequence[int]
@@ -144,14 +86,13 @@ class _World:
         # re-entrant: the garbage collector may run a dropped work's __del__ inside any locked section
         self.lock = threading.RLock()
         self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
-        self.queues: list[deque[_Round]] = [deque() for _ in range(len(LANES) * size)]
+        self.waits = Waits(size)
+        self.queues = self.waits.queues
         self.moves: list[_Move] = []
         self.numbers = itertools.count()
-        self.agreements: dict[tuple[Scope, int], _Agreement] = {}
-        self.agreeing: dict[int, _Agreement] = {}  # per rank that waits for others to agree
-        self.waiting: dict[int, _RoundsLeft] = {}  # per rank that waits for an exchange
+        self.agreements: dict[tuple[Scope, int], Agreement] = {}
         self.failure: tuple[int, str] | None = None
-        self.held: dict[_RoundsLeft, list[Tensor]] = {}  # CUDA tensors of exchanges before their wait
+        self.held: dict[RoundsLeft, list[Tensor]] = {}  # CUDA tensors of exchanges before their wait
 
     def fail(self, rank: int, reason: str) -> None:
         """Make (rank, reason) the root cause, unless there is one, and wake every rank."""
@@ -162,16 +103,12 @@ class _World:
                 for wakeup in self.wakeups:
                     wakeup.notify_all()
 
-    def error(self, rank: int, doing: str) -> PeerError:
-        """The error of a rank that found the world dead while it was `doing` something."""
-        assert self.failure is not None
-        return PeerError.quoting(rank, doing, *self.failure)
-
     def give_up(self, rank: int, doing: str) -> NoReturn:
-        """Raise the error of a rank that cannot continue because of a root cause."""
-        raise self.error(rank, doing)
+        """Raise the error of a rank that found the world dead while it was `doing` something."""
+        assert self.failure is not None
+        raise PeerError.quoting(rank, doing, *self.failure)
 
-    def post(self, entries: Sequence[_Round]) -> None:
+    def post(self, entries: Sequence[PostedRound]) -> None:
         """Append the rounds of one exchange to the rank's queues, and move all messages that can move."""
         rank, progress = entries[0].rank, entries[0].progress
         with self.lock:
@@ -187,17 +124,17 @@ class _World:
             if idle and self.failure is not None:
                 self.give_up(rank, f"posted {entries[0]}")
 
-    def wait(self, progress: _RoundsLeft) -> None:
+    def wait(self, progress: RoundsLeft) -> None:
         """Return when the exchange is complete; meanwhile move any rank's due messages."""
         rank = progress.rank
         with self.lock:
             deadline = time.monotonic() + self.timeout
-            self.waiting[rank] = progress
+            self.waits.waiting[rank] = progress
             try:
                 while progress.rounds_left:
                     self._wait_once(rank, deadline)
             finally:
-                del self.waiting[rank]
+                del self.waits.waiting[rank]
             if progress.stream is not None:
                 current = torch.cuda.current_stream(progress.stream.device)
                 for event in progress.copied:
@@ -209,12 +146,12 @@ class _World:
         """Move due messages, or sleep until something happens; give up if nothing can help this rank."""
         now = time.monotonic()
         if self.failure is not None:
-            self.give_up(rank, f"waiting {self._chain(rank)}")
+            self.give_up(rank, f"waiting {self.waits.chain(rank)}")
         elif self.moves and self.moves[0].due <= now:
             self._deliver(now)
         elif now >= deadline:
-            self.fail(rank, f"waited {self.timeout:g} s {self._chain(rank)}")
-        elif not self._fail_of_cycle(rank, self._awaited):
+            self.fail(rank, f"waited {self.timeout:g} s {self.waits.chain(rank)}")
+        elif not self._fail_of_cycle(rank, self.waits.awaited):
             until = min(deadline, self.moves[0].due) if self.moves else deadline
             self.wakeups[rank].wait(until - now)
 
@@ -223,7 +160,7 @@ class _World:
     ) -> list[Any]:
         """The claims of all `ranks`, in that order, once all have arrived. kind: of call, equal on all ranks."""
         with self.lock:
-            agreement = self.agreements.setdefault(key, _Agreement(ranks))
+            agreement = self.agreements.setdefault(key, Agreement(ranks))
             call = f"{kind} {what}"
             for peer, its_call in agreement.calls.items():
                 if not its_call.startswith(kind):
@@ -234,12 +171,12 @@ class _World:
             for peer in ranks:
                 self.wakeups[peer].notify_all()
             deadline = time.monotonic() + self.timeout
-            self.agreeing[rank] = agreement
+            self.waits.agreeing[rank] = agreement
             try:
                 while missing := agreement.missing:
                     self._agree_once(rank, deadline, missing, what)
             finally:
-                del self.agreeing[rank]
+                del self.waits.agreeing[rank]
             self.agreements.pop(key, None)
             return [agreement.claims[peer] for peer in ranks]
 
@@ -249,12 +186,12 @@ class _World:
             self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
         elif time.monotonic() >= deadline:
             self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}")
-        elif not self._fail_of_cycle(rank, self._awaited):
+        elif not self._fail_of_cycle(rank, self.waits.awaited):
             until = min(deadline, self.moves[0].due) if self.moves else deadline
             self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
             self._deliver(time.monotonic())
 
-    def _number(self, entry: _Round) -> int:
+    def _number(self, entry: PostedRound) -> int:
         """The number of a round's queue."""
         return entry.key[2][0] * self.size + entry.rank
 
@@ -276,9 +213,9 @@ class _World:
             changed += [self._number(entry) for entry in [head, *met] if self._pop_if_done(entry)]
         for number in fresh:
             if self.failure is None:
-                self._fail_of_cycle(number, self._blockers)
+                self._fail_of_cycle(number, self.waits.blockers)
 
-    def _match(self, sender: _Round, receiver: _Round) -> None:
+    def _match(self, sender: PostedRound, receiver: PostedRound) -> None:
         """Move the messages between two heads that both hold."""
         sends, recvs = receiver.rank in sender.sends, sender.rank in receiver.recvs
         if self.failure is not None or not (sends or recvs if sender.key == receiver.key else sends and recvs):
@@ -318,7 +255,7 @@ class _World:
         if changed:
             self._advance(changed)
 
-    def _pop_if_done(self, entry: _Round) -> bool:
+    def _pop_if_done(self, entry: PostedRound) -> bool:
         """Remove a head from its queue if all its messages have moved; returns whether it did."""
         queue = self.queues[self._number(entry)]
         if entry.sends or entry.recvs or entry.moving or not queue or queue[0] is not entry:
@@ -329,81 +266,15 @@ class _World:
             self.wakeups[entry.rank].notify_all()
         return True
 
-    def _blockers(self, number: int) -> list[int]:
-        """The queues whose heads lack a message that the head of this one needs."""
-        if not self.queues[number]:
-            return []
-        head = self.queues[number][0]
-        return [number - head.rank + peer for peer in sorted(head.sends.keys() | head.recvs.keys())]
-
-    def _awaited(self, rank: int) -> list[int]:
-        """The ranks that a waiting rank needs in order to continue: they have not come to agree, or not posted."""
-        if rank in self.agreeing:
-            return self.agreeing[rank].missing
-        return [
-            peer % self.size
-            for number in self._stuck(rank)
-            for peer in self._blockers(number)
-            if not any(entry.key == self.queues[number][0].key and entry.needs(rank) for entry in self.queues[peer])
-        ]
-
-    def _stuck(self, rank: int) -> list[int]:
-        """The queues of a rank that hold rounds of the exchange that it waits for."""
-        progress = self.waiting.get(rank)
-        mine = range(rank, len(self.queues), self.size)
-        return [number for number in mine if any(entry.progress is progress for entry in self.queues[number])]
-
     def _fail_of_cycle(self, start: int, awaited: Callable[[int], list[int]]) -> bool:
         """Whether ranks, or heads of queues, wait for each other in a cycle through this one: then the root cause."""
-        cycle = self._cycle(start, awaited)
+        cycle = cycle_through(start, awaited)
         if cycle:
-            size = self.size
-            waits = "; ".join(f"rank {a % size} in {self._place(a)} waits for rank {b % size}" for a, b in cycle)
-            self.fail(start % size, f"the ranks wait for each other in a cycle: {waits}")
+            self.fail(start % self.size, f"the ranks wait for each other in a cycle: {self.waits.told(cycle)}")
         return bool(cycle)
 
-    def _place(self, number: int) -> str:
-        """Where the rank of a queue is, in words."""
-        if number in self.agreeing:
-            return f"the {self.agreeing[number].calls[number]}"
-        stuck = [number] if self.queues[number] else self._stuck(number)
-        return str(self.queues[stuck[0]][0])
 
-    def _cycle(self, start: int, awaited: Callable[[int], list[int]]) -> list[tuple[int, int]]:
-        """A cycle of waits through `start` as edges (waiting, waited for), or []."""
-        came_from: dict[int, int] = {}
-        stack = [start]
-        while stack:
-            number = stack.pop()
-            for peer in awaited(number):
-                if peer == start:
-                    edges = [(number, start)]
-                    while edges[0][0] != start:
-                        edges.insert(0, (came_from[edges[0][0]], edges[0][0]))
-                    return edges
-                if peer not in came_from:
-                    came_from[peer] = number
-                    stack.append(peer)
-        return []
-
-    def _chain(self, rank: int) -> str:
-        """The chain of waits from `rank` to its end, in words: 'in call 3 .. for rank 1, which ..'."""
-        number, size = next(iter(self._stuck(rank)), rank), self.size
-        text = f"in {self.queues[number][0]}" if self.queues[number] else "for nothing"
-        seen = {number}
-        while blockers := self._blockers(number):
-            number = blockers[0]
-            several = f" (and {len(blockers) - 1} more)" if len(blockers) > 1 else ""
-            waits = number % size in self.agreeing or self.queues[number]
-            state = f"is in {self._place(number)}" if waits else "has posted nothing more"
-            text += f" for rank {number % size}{several}, which {state}"
-            if number in seen:
-                break
-            seen.add(number)
-        return text
-
-
-def _move(sender: _RoundsLeft, receiver: _RoundsLeft, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+def _move(sender: RoundsLeft, receiver: RoundsLeft, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     """Copy now, or on CUDA when the receiver's stream reaches the copy, on whichever thread this is."""
     stream = sender.stream if receiver.stream is None else receiver.stream
     if stream is None:
@@ -466,7 +337,7 @@ class _LocalChannel(Channel):
 class _LocalWork(WorkBase[_LocalChannel]):
     """`Work` of a `LocalComm`."""
 
-    def __init__(self, channel: _LocalChannel, tag: Tag, stats: Stats, progress: _RoundsLeft) -> None:
+    def __init__(self, channel: _LocalChannel, tag: Tag, stats: Stats, progress: RoundsLeft) -> None:
         super().__init__(channel, tag, stats)
         self._progress = progress
 
@@ -539,10 +410,10 @@ class LocalComm(CommBase[_LocalChannel]):
         me = self._channel.rank
         parts = rounds(me, self._channel.size, sends, recvs, self._world.nodes)
         ready = None if stream is None else stream.record_event()
-        progress = _RoundsLeft(me, len(parts), stream, ready)
+        progress = RoundsLeft(me, len(parts), stream, ready)
         work = _LocalWork(self._channel, tag, self.stats, progress)
         now = time.monotonic()
-        self._world.post([_Round(me, (self._scope, tag, p.key), p.sends, p.recvs, progress, now) for p in parts])
+        self._world.post([PostedRound(me, (self._scope, tag, p.key), p.sends, p.recvs, progress, now) for p in parts])
         return work
 
     @enters
