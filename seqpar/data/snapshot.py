@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.ops.core.compared import version_of
+
 VALUES = 1 << 16  # of a batch that are compared, evenly spread over its tensors; all of those that have few
 FEWEST = 1 << 10  # of a tensor
 WHOLE = {
@@ -32,14 +34,14 @@ class Snapshot:
         several = [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
         dense = [x for x in several if isinstance(x, Tensor) and _is_dense(x)]
         self._most = max(FEWEST, VALUES // max(1, len(dense)))
-        self._tensors = [(x, _version(x), _some(x, self._most)) for x in dense]
+        self._tensors = [(x, version_of(x), _some(x, self._most)) for x in dense]
 
     def holds(self) -> bool:
         """Whether the tensors have the same values, bit by bit."""
         return all(self._held(*each) for each in self._tensors)
 
     def _held(self, x: Tensor, version: int | None, some: Tensor) -> bool:
-        if _version(x) == version:
+        if version_of(x) == version:
             return not x.is_cpu or torch.equal(_some(x, self._most), some)
         alone = x.untyped_storage().nbytes() == x.nbytes
         return not (alone and x.numel() > self._most) and torch.equal(_some(x, self._most), some)
@@ -48,10 +50,6 @@ class Snapshot:
 def _is_dense(x: Tensor) -> bool:
     dense = x.layout == torch.strided and not (x.is_meta or x.is_nested or x.is_quantized)
     return dense and (x.is_floating_point() or x.is_complex() or x.dtype in WHOLE)
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def _some(x: Tensor, most: int) -> Tensor:

@@ -19,6 +19,7 @@ from seqpar.foreign.fingerprint import leaves
 from seqpar.foreign.randomness import draws
 from seqpar.foreign.saved_state import OF_MODULES, held
 from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.compared import version_of
 
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
 MIXING_BETWEEN = (  # what mixes rows unless they are samples to it; inside a stage a trial tells
@@ -83,16 +84,11 @@ def noting_changes(module: nn.Module, name: str, changed: dict[str, Tensor]) -> 
     before = {path: (x, version_of(x)) for path, x in module.named_buffers()}
     yield
     for path, x in module.named_buffers():
-        old, version = before.get(path, (None, 0))
+        old, version = before.get(path, (None, None))
         if old is None or x.shape != old.shape:  # a table for as many rows as a rank has
             continue
         if version_of(x) != version if x is old else not torch.equal(x, old):
             changed[f"{name}.{path}"] = x
-
-
-def version_of(x: Tensor) -> int:
-    """The number of writes to a tensor so far."""
-    return 0 if x.is_inference() else x._version  # tensors of inference mode have no version
 
 
 def collective_modules(module: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import LocalComm
-from seqpar.dsp.checks import SHARE, NoDraws, collective_modules, version_of
+from seqpar.dsp.checks import SHARE, NoDraws, collective_modules
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition, attention_plan
 from seqpar.dsp.moves import switch, switch_all
@@ -25,6 +25,7 @@ from seqpar.dsp.spec import Block, Core, Exit
 from seqpar.dsp.trial import Trial
 from seqpar.foreign.wrap import replaced
 from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.compared import version_of
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import run_again_inside, under_way
 from seqpar.parallel import parallel

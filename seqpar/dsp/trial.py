@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import PeerError
-from seqpar.dsp.checks import collective_modules, version_of
+from seqpar.dsp.checks import collective_modules
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding, shares, sizes_of_parts
@@ -39,7 +39,7 @@ from seqpar.dsp.spec import Block
 from seqpar.foreign.asleep import asleep, awake, is_plain
 from seqpar.foreign.rounding import ROUGH, is_rough
 from seqpar.foreign.saved_state import OF_MODULES, SavedState, eager, held, saved
-from seqpar.ops.core.compared import gap
+from seqpar.ops.core.compared import gap, version_of
 
 log = logging.getLogger("seqpar.dsp")
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more

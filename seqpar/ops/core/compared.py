@@ -85,6 +85,11 @@ def to_host(x: Tensor) -> tuple[Tensor, Any]:
     return host, torch.cuda.current_stream(x.device).record_event()
 
 
+def version_of(x: Tensor) -> int | None:
+    """The number of writes to a tensor so far; None for one of inference mode, which does not count them."""
+    return None if x.is_inference() else x._version
+
+
 def gap(a: Tensor, b: Tensor) -> Tensor:
     """|a - b|: 0 where both are equal or NaN, infinite where one alone is not finite."""
     return (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(torch.inf, posinf=torch.inf)
