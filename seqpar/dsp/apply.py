@@ -33,6 +33,7 @@ from seqpar.foreign.kinds import name_of
 from seqpar.foreign.randomness import active_dropout
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, gathering
+from seqpar.ops.core.backward import backward_pass
 from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import under_way
@@ -146,7 +147,7 @@ class Parallelized(ParallelModel):
         return "\n".join(plan.describe() for plan in self.plans.values())
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        if _in_backward():
+        if backward_pass() >= 0:
             raise RuntimeError(f"{type(model).__name__} is recomputed as a whole; checkpoint each stage by itself")
         seen: _Seen = getattr(model, SEEN)
         named = list(model.named_modules())
@@ -181,7 +182,7 @@ class Parallelized(ParallelModel):
         self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments, *, name: str, block: Block
     ) -> Any:
         run = self._run_of(module, name, arguments.get(next(iter(block.stream))))
-        if not run.first or _in_backward():
+        if not run.first or backward_pass() >= 0:
             return self._ended(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state, changed = self._current(name), dict[str, Tensor]()
         due, written = self._to_try(state, name, block, run.grid, run.inside, run.parts), list[str]()
@@ -283,7 +284,7 @@ class Parallelized(ParallelModel):
 
     def _current(self, name: str) -> ForwardState:
         stack = self._stack()
-        if not stack or _in_backward():
+        if not stack or backward_pass() >= 0:
             raise RuntimeError(f"{name} is called outside a forward of its {self.spec.model}")
         return stack[-1]
 
@@ -295,7 +296,7 @@ class Parallelized(ParallelModel):
         strides = tuple([stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1])
         # parts of one tensor are inputs of forwards of their own
         storage, key = x.untyped_storage(), (id(self), id(module), x.storage_offset(), x.shape, strides)
-        if _in_backward():
+        if backward_pass() >= 0:
             noted = getattr(storage, SEEN, {}).get(key)
             if noted is not None and noted.unclear:
                 raise RuntimeError(
@@ -521,8 +522,3 @@ class _Noted:
         """Whether a later run makes it unclear which one backward computes again."""
         kinds = [(each.grid.whole.key, each.before, each.inside, each.after, each.parts) for each in (self.run, run)]
         return self.unclear or (kinds[0] != kinds[1] and not self.again)
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs here, as when a forward inside a checkpoint is recomputed."""
-    return torch._C._current_graph_task_id() != -1

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ from seqpar.integrations.hf.forward import inside
 from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial import ModelFit
+from seqpar.ops.core.backward import backward_pass
 
 # Entries of a batch with a value per token, and entries that mark documents.
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS)
@@ -188,7 +188,7 @@ class Served(NamedTuple):
                 f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
                 "undo() of one of them"
             )
-        if module is not self.model and torch._C._current_graph_task_id() >= 0:
+        if module is not self.model and backward_pass() >= 0:
             raise NotImplementedError(
                 f"{who} is recomputed in backward as a whole, which is not supported; checkpoint its layers instead"
             )
