@@ -36,7 +36,7 @@ from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.backward import backward_pass
 from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.handles import in_graph
-from seqpar.ops.core.regions import under_way
+from seqpar.ops.core.regions import known_regions
 from seqpar.train.dtensor import global_rank
 from seqpar.train.wrappers import WrapperCheck
 
@@ -135,9 +135,8 @@ class Parallelized(ParallelModel):
 
         @uncompiled
         def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
-            for region in under_way():  # its backward may come after `undo`
-                if region.function is not None:  # else nobody knows whether backward runs it again
-                    region.run_again_inside(self.again, self)
+            for region in known_regions():  # its backward may come after `undo`
+                region.run_again_inside(self.again, self)
             return around(module, forward, named(args, kwargs))
 
         self.put_around(module, lambda module, forward, *args, **kwargs: call(module, forward, args, kwargs))

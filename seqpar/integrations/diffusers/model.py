@@ -38,7 +38,7 @@ from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
-from seqpar.ops.core.regions import under_way
+from seqpar.ops.core.regions import known_regions
 from seqpar.plan import Plan
 from seqpar.train.dtensor import global_rank
 from seqpar.train.wrappers import WrapperCheck
@@ -122,9 +122,8 @@ def _compared(
     """The arguments by name, which all ranks have alike, and their numbers of tokens."""
     refuse_transforms(f"parallelize({name_of(model)})")
     if model is sharing.handle.model:
-        for region in under_way():
-            if region.function is not None:  # else nobody knows whether backward runs it again
-                region.run_again_inside(sharing.handle.again, sharing.handle)
+        for region in known_regions():
+            region.run_again_inside(sharing.handle.again, sharing.handle)
     with gathering("diffusers: forward", sharing.comm) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")

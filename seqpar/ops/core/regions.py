@@ -65,6 +65,11 @@ def under_way() -> list[CheckpointRegion]:
     return regions
 
 
+def known_regions() -> list[CheckpointRegion]:
+    """The regions around the caller with a known function; of another nobody knows whether backward runs it again."""
+    return [region for region in under_way() if region.function is not None]
+
+
 def run_again_inside(
     context: Callable[[], AbstractContextManager[Any]], by: object, outside: list[CheckpointRegion]
 ) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from seqpar.comm import Comm
 from seqpar.ops.core.agreement import abort_on_error
-from seqpar.ops.core.regions import under_way
+from seqpar.ops.core.regions import known_regions
 
 VALUES = "plan, dropout seed or scale"  # what determines attention, besides its tensors
 
@@ -61,9 +61,7 @@ def _number(comm: Comm, stamp: Hashable) -> int:
 
 
 def _note(stamp: int) -> None:
-    for region in under_way():
-        if region.function is None:
-            continue
+    for region in known_regions():
         stamps: set[int] | None = getattr(region.owner, "_seqpar_stamps", None)
         if stamps is None:
             stamps = region.owner._seqpar_stamps = set()
