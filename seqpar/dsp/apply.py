@@ -27,7 +27,7 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
 from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
-from seqpar.foreign.fingerprint import WeightChecks, differing, differing_gradient, hashed, leaves
+from seqpar.foreign.fingerprint import WeightChecks, check_gradient, differing, hashed, leaves
 from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.randomness import active_dropout
@@ -463,19 +463,9 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.comm is not None:
             refuse_batches(f"the output of a parallel {ctx.model}", [dy])
-            _compare_gradient(ctx.comm, ctx.model, dy)
+            more = ', or give grad="sum" for a loss that is the sum of what ranks compute'
+            check_gradient("dsp", ctx.comm, dy, of=f" of {ctx.model}", more=more)
         return dy * ctx.times if ctx.times > 1 else dy, None, None, None
-
-
-def _compare_gradient(comm: Comm, model: str, grad: Tensor) -> None:
-    """Raise ValueError on every rank if the gradient of the model's output differs between ranks. A collective."""
-    if (found := differing_gradient(f"dsp: backward of {model}", comm, grad)) is not None:
-        rank, apart = found
-        raise ValueError(
-            f"dsp: the gradient of the output of {model} differs between rank 0 and rank {rank}, by about "
-            f"{apart:.0%} of its norm; compute the whole loss on every rank, from the same target, or give "
-            'grad="sum" for a loss that is the sum of what ranks compute'
-        )
 
 
 def _is_flag(x: Any) -> bool:

@@ -183,13 +183,18 @@ def sketch(x: Tensor) -> list[float]:
     return sums.tolist()  # type: ignore[no-any-return]
 
 
-def differing_gradient(what: str, comm: Comm, grad: Tensor) -> tuple[int, float] | None:
-    """A rank whose gradient differs from rank 0's, and by how much of its norm; None if all are alike. A collective."""
-    every = comm.gather(what, sketch(grad))
+def check_gradient(room: str, comm: Comm, grad: Tensor, *, of: str = "", more: str = "") -> None:
+    """Raise ValueError on every rank if the gradient of a model's output differs between ranks. A collective.
+
+    room: begins the message. of: says whose output, as " of Latte". more: what else may be done about it.
+    """
+    every = comm.gather(f"{room}: backward{of}", sketch(grad))
     for rank, other in enumerate(every):
         if (apart := _apart(every[0], other)) > SAME_GRADIENT:
-            return rank, apart
-    return None
+            raise ValueError(
+                f"{room}: the gradient of the output{of} differs between rank 0 and rank {rank}, by about {apart:.0%} "
+                f"of its norm; compute the whole loss on every rank, from the same target{more}"
+            )
 
 
 def _apart(first: list[float], second: list[float]) -> float:

@@ -458,7 +458,7 @@ def test_the_loss_is_computed_alike() -> None:
     def rank(comm: Comm) -> bool:
         model = copy.deepcopy(MODEL)
         seqpar.parallelize(model, comm)
-        with advised(ValueError, "compute the whole loss on every rank, from the same target"):
+        with advised(ValueError, "compute the whole loss on every rank, from the same target{}"):
             (model(**INPUTS).sample - TARGET * comm.rank).square().mean().backward()
         model.zero_grad()
         (model(**INPUTS).sample - TARGET).square().mean().backward()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.dsp.moves import unshard_alike
-from seqpar.foreign.fingerprint import differing_gradient
+from seqpar.foreign.fingerprint import check_gradient
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
 
@@ -57,12 +57,7 @@ def _gradient_of_output(comm: Comm, times: int, grad: Tensor) -> Tensor | None:
 
     Raises: ValueError on every rank if it differs between ranks.
     """
-    if (found := differing_gradient("diffusers: backward", comm, grad)) is not None:
-        rank, apart = found
-        raise ValueError(
-            f"diffusers: the gradient of the output differs between rank 0 and rank {rank}, by about {apart:.0%} "
-            "of its norm; compute the whole loss on every rank, from the same target"
-        )
+    check_gradient("diffusers", comm, grad)
     return grad * times if times > 1 else None
 
 
