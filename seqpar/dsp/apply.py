@@ -27,7 +27,7 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
 from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
-from seqpar.foreign.fingerprint import WeightChecks, check_gradient, differing, hashed, leaves
+from seqpar.foreign.fingerprint import WeightChecks, check_gradient, check_weights, hashed, leaves
 from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.randomness import active_dropout
@@ -379,8 +379,7 @@ class Parallelized(ParallelModel):
             weights = seen.checks.weights(model, seen.modules) if self.check_inputs else None
             codes.own = code_of(seen.modules), weights, global_rank()
         every, weighed, ranks = zip(*codes.every)
-        if (found := differing(weighed)) is not None:
-            raise _unequal(what, *found)
+        check_weights(what, weighed)
         seen.checks.passed()
         if self.grad == "replicated":
             seen.wrapper = seen.wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
@@ -438,17 +437,6 @@ class Parallelized(ParallelModel):
                 )
             values = {name: hashed(x) for name, x in state.changed.items() if self.check_inputs}
             call.facts = {"buffers that stages changed": values}
-
-
-def _unequal(what: str, first: int, other: int, stepped: bool) -> ValueError:
-    """The error for two ranks with other weights. stepped: whether an optimizer may have stepped since equal ones."""
-    told = f"{what}: ranks {first} and {other} differ in weights"
-    if stepped:
-        return ValueError(
-            f"{told}, as without sync_gradients before an optimizer's steps; start again from equal weights, and call "
-            "seqpar.train.sync_gradients(model.parameters(), comm) before every step"
-        )
-    return ValueError(f"{told}; load the same ones on every rank, or draw them with the same seed")
 
 
 class _Whole(torch.autograd.Function):

@@ -40,18 +40,28 @@ class WeightsHash(NamedTuple):
     value: int
 
 
-def differing(every: Sequence[WeightsHash | None]) -> tuple[int, int, bool] | None:
-    """Two ranks whose weights differ, and whether an optimizer may have stepped; None if no rank's are known to.
+def check_weights(what: str, every: Sequence[WeightsHash | None]) -> None:
+    """Raise ValueError if the weights of two ranks differ. what: begins the message.
 
     every: by rank; None where a rank compares its weights before other forwards, as one that froze a parameter does.
     """
     first: dict[bool, tuple[int, int]] = {}
     for rank, weights in enumerate(every):
-        if weights is not None:
-            before, value = first.setdefault(weights.stepped, (rank, weights.value))
-            if value != weights.value:
-                return before, rank, weights.stepped
-    return None
+        if weights is None:
+            continue
+        before, value = first.setdefault(weights.stepped, (rank, weights.value))
+        if value == weights.value:
+            continue
+        if weights.stepped:
+            raise ValueError(
+                f"{what}: weights differ between rank {before} and rank {rank} since an optimizer stepped with "
+                "gradients that are shares; start again from equal weights, and call "
+                "seqpar.train.sync_gradients(model.parameters(), comm) before every step of the optimizer"
+            )
+        raise ValueError(
+            f"{what}: weights differ between rank {before} and rank {rank} (by fingerprint); load the same ones on "
+            "every rank, or draw them with the same seed"
+        )
 
 
 class WeightChecks:

@@ -29,7 +29,7 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
 from seqpar.facts.value import integer
 from seqpar.foreign.code import identity_of
-from seqpar.foreign.fingerprint import WeightChecks, differing, fingerprint, leaves
+from seqpar.foreign.fingerprint import WeightChecks, check_weights, fingerprint, leaves
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.integrations.diffusers.forward import SharedForward
@@ -180,16 +180,4 @@ def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
                 f"diffusers: {name} differs between rank 0 and rank {rank}: {one} and {another} (shape, dtype, "
                 "fingerprint); pass the same whole tensors on every rank, drawn with the same seed"
             )
-    if (found := differing([other[WEIGHTS] for other in facts])) is None:
-        return
-    before, rank, stepped = found
-    if stepped:
-        raise ValueError(
-            f"diffusers: weights differ between rank {before} and rank {rank} since an optimizer stepped with "
-            "gradients that are shares; start again from equal weights, and call "
-            "seqpar.train.sync_gradients(model.parameters(), comm) before every step of the optimizer"
-        )
-    raise ValueError(
-        f"diffusers: weights differ between rank {before} and rank {rank} (by fingerprint); load the same ones on "
-        "every rank, or draw them with the same seed"
-    )
+    check_weights("diffusers", [other[WEIGHTS] for other in facts])
