@@ -470,11 +470,11 @@ class _Seen:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.wrapper: WrapperCheck | None = None
+        self.checks = WeightChecks()
         self.forget()
 
     def forget(self) -> None:
         """Forget what was checked, since modules are others now."""
-        self.checks = WeightChecks()
         self.settings, self.codes = Few(KINDS), KnownCodes()
         self.shapes: set[object] = set()  # each with a kind
         self.sizes: set[object] = set()  # the same, known before the first stage

@@ -82,11 +82,6 @@ def under_autocast(dtypes: Sequence[torch.dtype | None]) -> Iterator[None]:
         yield
 
 
-def identity_of(modules: Iterable[nn.Module]) -> int:
-    """A hash of the modules that a model has: another one after one was put in, taken out or replaced."""
-    return hash(tuple(map(_number, modules)))
-
-
 class Few:
     """Values that count while there are few of them: where one changes in every step, trials do not follow it."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -68,15 +68,18 @@ class WeightChecks:
     """Says before which forwards of a model ranks compare its weights: see `COMPARED`.
 
     After the first one only forwards with gradients count, as optimizers step between these. Parameters that are
-    trainable for the first time start a count of their own.
+    trainable for the first time start a count of their own, and other modules, such as adapters, start anew.
     """
 
     def __init__(self) -> None:
+        self._modules: list[ref[nn.Module]] = []  # that the counts are for
         self._counts: dict[int, int] = {}  # forwards by a hash of the parameters that are trainable
         self._now = 0
 
-    def weights(self, model: nn.Module, modules: Iterable[nn.Module]) -> WeightsHash | None:
+    def weights(self, model: nn.Module, modules: Sequence[nn.Module]) -> WeightsHash | None:
         """The weights for the forward that begins, None if this rank compares none. modules: all of the model."""
+        if len(modules) != len(self._modules) or any(a() is not b for a, b in zip(self._modules, modules)):
+            self._modules, self._counts = list(map(ref, modules)), {}
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._now = hash(tuple([p.requires_grad for p in parameters]))
         count = self._counts.get(self._now, 0)

@@ -28,7 +28,6 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
 from seqpar.facts.value import integer
-from seqpar.foreign.code import identity_of
 from seqpar.foreign.fingerprint import WeightChecks, check_weights, fingerprint, leaves
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready
@@ -133,12 +132,8 @@ def _compared(
         recipe.check(named, arguments)
         facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
         facts.own[PARAMETERS] = sum(len(module._parameters) for _, module in named)
-        modules = [module for _, module in named]
-        identity = identity_of(modules)
-        before, checks = sharing.checks.get(model, (identity, WeightChecks()))
-        if before != identity:  # adapters may have been put in, with weights of their own
-            checks = WeightChecks()
-        facts.own[WEIGHTS] = checks.weights(model, modules)
+        checks = sharing.checks.setdefault(model, WeightChecks())
+        facts.own[WEIGHTS] = checks.weights(model, [module for _, module in named])
         facts.own[AVERAGE], facts.own[RANK] = sharing.average_over, global_rank()
         recipe.expand_text(arguments)
         sizes = recipe.sizes(model, arguments)
@@ -149,7 +144,6 @@ def _compared(
             sharing.plan(sizes, queries, keys)  # here no compiler looks on
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
-    sharing.checks[model] = identity, checks
     _same_on_all(facts.every)
     checks.passed()  # a call after an error is compared again
     if model not in sharing.wrappers:

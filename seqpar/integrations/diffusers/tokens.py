@@ -47,8 +47,7 @@ class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
     handle: of the model. numerics: of attention. average_over: how many times as large the model makes gradients.
-    checks: of the weights of the model and of its copies, with a hash of the modules that each had. wrappers: the
-    checks of what averages their gradients.
+    checks: of the weights of the model and of its copies. wrappers: the checks of what averages their gradients.
     """
 
     handle: ParallelModel
@@ -57,7 +56,7 @@ class Sharing:
     numerics: Numerics
     average_over: int
     plans: dict[TokenCounts, dict[Hashable, Plan]] = field(default_factory=dict)
-    checks: WeakKeyDictionary[nn.Module, tuple[int, WeightChecks]] = field(default_factory=WeakKeyDictionary)
+    checks: WeakKeyDictionary[nn.Module, WeightChecks] = field(default_factory=WeakKeyDictionary)
     wrappers: WeakKeyDictionary[nn.Module, WrapperCheck] = field(default_factory=WeakKeyDictionary)
 
     def plan(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
