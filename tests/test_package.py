@@ -97,7 +97,7 @@ ORDER = {
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
     "nn": "checkpoint source attention multihead __init__",
-    "foreign": "randomness asleep kinds rounding wrap hooks saved_state code fingerprint __init__",
+    "foreign": "randomness asleep kinds rounding wrap hooks saved_state code fingerprint weights gradients __init__",
     "integrations": """
         adapters hf hf/config probe
         probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls

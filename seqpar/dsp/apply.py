@@ -27,10 +27,12 @@ from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
 from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
-from seqpar.foreign.fingerprint import WeightChecks, check_gradient, check_weights, hashed, leaves
+from seqpar.foreign.fingerprint import hashed, leaves
+from seqpar.foreign.gradients import check_gradient
 from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.randomness import active_dropout
+from seqpar.foreign.weights import WeightChecks, check_weights
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.backward import backward_pass

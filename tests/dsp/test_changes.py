@@ -16,7 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import parallelize
-from seqpar.foreign.fingerprint import hashed, leaves, weights_of
+from seqpar.foreign.fingerprint import hashed, leaves
+from seqpar.foreign.weights import weights_of
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import (

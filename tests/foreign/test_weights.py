@@ -6,7 +6,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from seqpar.foreign.fingerprint import WeightChecks
+from seqpar.foreign.weights import WeightChecks
 
 
 def compares(checks: WeightChecks, model: nn.Module) -> bool:

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.foreign.fingerprint import fingerprint, weights_of
+from seqpar.foreign.fingerprint import fingerprint
+from seqpar.foreign.weights import weights_of
 from seqpar.integrations.diffusers import parallelize
 from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.wrappers import _gradient_of_output
@@ -928,7 +929,7 @@ def test_weights_are_not_compared_again_for_parts_that_are_trained_in_turns(monk
     model, inputs = made("flux", samples=1)
     read = []
     monkeypatch.setattr(
-        "seqpar.foreign.fingerprint.weights_of", lambda *args, **named: read.append(1) or weights_of(*args, **named)
+        "seqpar.foreign.weights.weights_of", lambda *args, **named: read.append(1) or weights_of(*args, **named)
     )
     with parallelize(model, LocalComm()):
         for turn in range(40):

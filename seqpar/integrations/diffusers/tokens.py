@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.foreign.fingerprint import WeightChecks
+from seqpar.foreign.weights import WeightChecks
 from seqpar.foreign.wrap import ParallelModel
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.dsp.moves import unshard_alike
-from seqpar.foreign.fingerprint import check_gradient
+from seqpar.foreign.gradients import check_gradient
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
 

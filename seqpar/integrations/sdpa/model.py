@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.foreign.code import code_among
-from seqpar.foreign.fingerprint import COMPARED, leaves
+from seqpar.foreign.fingerprint import leaves
+from seqpar.foreign.weights import COMPARED
 from seqpar.foreign.wrap import ParallelModel, refuse_unready
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming

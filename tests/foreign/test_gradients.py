@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from seqpar.foreign.fingerprint import SUMS, sketch
+from seqpar.foreign.gradients import SUMS, sketch
 
 
 def apart(x: Tensor, y: Tensor) -> float:
