@@ -71,7 +71,9 @@ ORDER = {
         heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
         counts report plot travel_counts travel travel_report travel_plot plan __init__
     """,
-    "dsp": "form space costs search plan spec specs moves grid overlap checks trial runner stages apply __init__",
+    "dsp": """
+        form space costs search plan spec specs moves grid overlap checks trial runner stages agreed apply __init__
+    """,
     "planner": """
         config presets shape hardware memory groups place nested count carried cost lines scale bound forecast problem
         batch step fit __init__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.dsp.checks import NoDraws, check_block, check_modules, check_results, kept, matches, noting_changes
+from seqpar.dsp.agreed import ForwardChecks, SeenModel
+from seqpar.dsp.checks import NoDraws, check_block, check_modules, kept, matches, noting_changes
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.moves import GRADS, follows_alike
 from seqpar.dsp.plan import StagePlan, plan_stages
@@ -24,26 +25,20 @@ from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
-from seqpar.dsp.trial import COUNTS, ENOUGH, TABLES, HeldTensors, Trial, to_try
+from seqpar.dsp.trial import ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
-from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
 from seqpar.foreign.fingerprint import hashed, leaves
 from seqpar.foreign.gradients import check_gradient
-from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks, with_cache
+from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
 from seqpar.foreign.kinds import name_of
-from seqpar.foreign.randomness import active_dropout
-from seqpar.foreign.weights import WeightChecks, check_weights
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
-from seqpar.ops.core.agreement import agreement, gathering
+from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.backward import backward_pass
 from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import known_regions
-from seqpar.train.dtensor import global_rank
-from seqpar.train.wrappers import WrapperCheck
 
 MakeStagePlan = Callable[..., StagePlan]
-KINDS = 16  # settings of calls that are looked at one by one
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
 
 
@@ -114,13 +109,14 @@ class Parallelized(ParallelModel):
         self.names = [name for name, _ in self.stages]
         self.plans: dict[tuple[object, ...], StagePlan] = {}
         self.average_over = average_over
+        self._checks = ForwardChecks(comm, spec, self.names, grad, average_over, check_inputs)
         self._running, self._forwards = threading.local(), 0
         check_modules(model, spec, self.names)
         for name, block in self.stages:
             module = model.get_submodule(name)
             check_block(module, name, block)
             self._undone.enter_context(replaced(module, {TABLES: HeldTensors(module)}))
-        self._undone.enter_context(replaced(model, {SEEN: _Seen()}))
+        self._undone.enter_context(replaced(model, {SEEN: SeenModel()}))
         self._put("", self._forward)
         for name, block in self.stages:
             self._put(name, partial(self._stage, name=name, block=block))
@@ -150,11 +146,11 @@ class Parallelized(ParallelModel):
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         if backward_pass() >= 0:
             raise RuntimeError(f"{type(model).__name__} is recomputed as a whole; checkpoint each stage by itself")
-        seen: _Seen = getattr(model, SEEN)
+        seen: SeenModel = getattr(model, SEEN)
         named = list(model.named_modules())
         caches = with_cache(named)
         cached = [name for name in self.names if any(matches(path, (name,)) for path in caches)]
-        kind = self._agree(named, seen, arguments, cached)
+        kind = self._checks.before(named, seen, arguments, cached)
         space = Space(self.spec.dims(model, arguments), self.comm)
         state = ForwardState(model, space, self.names, torch.is_grad_enabled(), self._forwards, kind, cached)
         self._forwards += 1
@@ -174,7 +170,7 @@ class Parallelized(ParallelModel):
             missing = [*self.names, self.spec.exit and self.spec.exit.module][state.count]
             raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
         if state.first:
-            self._check_first(state, out)
+            self._checks.after(state, seen, out)
         seen.shapes.add((state.shape, kind))
         seen.sizes.add(sizes)
         return out
@@ -314,7 +310,7 @@ class Parallelized(ParallelModel):
         state = self._current(name)
         if state.plan is None:
             shape, plan = self._plan(state, x)
-            seen: _Seen = getattr(state.model, SEEN)
+            seen: SeenModel = getattr(state.model, SEEN)
             state.follow(shape, plan, first=(shape, state.kind) not in seen.shapes)
             if state.draws is not None and state.draws.drew and self.check_inputs:
                 with agreement("random numbers before the first stage", self.comm, every=True) as call:
@@ -360,86 +356,6 @@ class Parallelized(ParallelModel):
             self.plans[shape] = plan
         return shape, self.plans[shape]
 
-    def _agree(
-        self, named: Named, seen: _Seen, arguments: Mapping[str, Any], cached: Sequence[str]
-    ) -> object:  # fmt: skip
-        """Check that ranks make the same call, with nothing active that must not be. Returns the kind of call.
-
-        Calls of one kind run the same code on each rank, with the same arguments besides None, the same settings, and
-        the same flags and modes of all modules, by which a stage may take other code.
-        """
-        model, what, facts = named[0][1], f"a forward of {type(named[0][1]).__name__}", dict[str, object]()
-        with gathering(what, self.comm, lambda code, error: self.comm.gather(what, code, error, facts=facts)) as codes:
-            self._check_changes(named, seen)
-            facts |= {
-                name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
-            }
-            facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training}
-            facts |= {"grad": self.grad, "average_over": self.average_over}
-            facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
-            facts["modules in training"] = sum([module.training for module in seen.modules])
-            weights = seen.checks.weights(model, seen.modules) if self.check_inputs else None
-            codes.own = code_of(seen.modules), weights, global_rank()
-        every, weighed, ranks = zip(*codes.every)
-        check_weights(what, weighed)
-        seen.checks.passed()
-        if self.grad == "replicated":
-            seen.wrapper = seen.wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
-            seen.wrapper.check(f"dsp: {name_of(model)}", model, self.average_over)
-        settings = tuple((name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments))
-        # a hook on one rank concerns all, which run a stage equally often; settings may number steps
-        return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(every)
-
-    def _fact(self, x: Tensor) -> tuple[object, ...]:
-        return tuple(x.shape), x.dtype, x.requires_grad, hashed(x) if self.check_inputs else None
-
-    def _check_changes(self, named: Named, seen: _Seen) -> None:
-        """Raise for modules changed since, for active dropout, and for hooks that see a share."""
-        modules = [module for _, module in named]
-        if len(modules) != len(seen.modules) or any(a is not b for a, b in zip(modules, seen.modules)):
-            check_modules(modules[0], self.spec, self.names)
-            seen.forget()
-            seen.modules = modules
-        check_hooks(named, CACHING)
-        if self.comm.size > 1:
-            warn_of_own_hooks(modules[0], [*self.names, *([self.spec.exit.module] if self.spec.exit else [])])
-        if drops := active_dropout(named):
-            raise NotImplementedError(
-                f"{drops}, which would draw other numbers for a shard than for the whole; set its p to 0"
-            )
-
-    def _check_first(self, state: ForwardState, out: Any) -> None:
-        """Raise for what a first forward shows: stages that mix or write to more, shares that it returns, buffers."""
-        what = type(state.model).__name__
-        with agreement(f"a forward of {what}", self.comm, every=True) as call:
-            if state.mixed:
-                name, dim, how = state.mixed[0]
-                when = "they move to other places or are more" if how == COUNTS else f"other rows of {dim} do"
-                remedy = (
-                    f"list {dim} in the whole of its block" if name in self.names else f"leave {dim} out of its rest"
-                )
-                raise NotImplementedError(
-                    f"{name} {how} {dim}, along which ranks share its rows: rows change when {when}; {remedy}"
-                )
-            getattr(state.model, SEEN).tried.update(state.tried)
-            if state.written and self.comm.size > 1:
-                name, argument = state.written[0]
-                raise NotImplementedError(
-                    f"{name} writes to {argument}, and each rank would change its own share or copy; let it write to a "
-                    f"copy, as {argument}.clone() is"
-                )
-            if self.comm.size > 1:
-                before = state.kept
-                new = [] if before is None else [each for each in kept(state.model) if each[1].grad_fn not in before]
-                check_results(state.model, out, state.ends, state.shards, self.grad, new)
-            if state.uneven:
-                raise NotImplementedError(
-                    f"{state.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one "
-                    "part (parts=(1,)) and with rows for all ranks, or change them outside of stages"
-                )
-            values = {name: hashed(x) for name, x in state.changed.items() if self.check_inputs}
-            call.facts = {"buffers that stages changed": values}
-
 
 class _Whole(torch.autograd.Function):
     """An output that every rank has whole. Its gradient is compared, and multiplied for the model before."""
@@ -456,34 +372,6 @@ class _Whole(torch.autograd.Function):
             more = ', or give grad="sum" for a loss that is the sum of what ranks compute'
             check_gradient("dsp", ctx.comm, dy, of=f" of {ctx.model}", more=more)
         return dy * ctx.times if ctx.times > 1 else dy, None, None, None
-
-
-def _is_flag(x: Any) -> bool:
-    """Whether a stage may take other code for another value; other numbers are those of steps."""
-    return isinstance(x, (bool, str)) or (isinstance(x, int) and x in (0, 1))
-
-
-class _Seen:
-    """What was checked of a model: its modules, its weights, kinds of calls, batch shapes, and stages tried.
-
-    A copy of the model starts empty.
-    """
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.wrapper: WrapperCheck | None = None
-        self.checks = WeightChecks()
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what was checked, since modules are others now."""
-        self.settings, self.codes = Few(KINDS), KnownCodes()
-        self.shapes: set[object] = set()  # each with a kind
-        self.sizes: set[object] = set()  # the same, known before the first stage
-        self.tried: dict[object, int] = {}  # stages, each with a dimension and a kind -> rows in a trial
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
-        return _Seen()
 
 
 @dataclass
