@@ -129,16 +129,16 @@ class ForwardState:
         elif exit is not None:
             after = self.end(exit)
         return StageRun(
-            self.grid,
-            name,
-            before,
-            choice.sharding,
-            after,
-            choice.mode,
-            self.ended,
-            self.first,
-            self.seed,
-            choice.parts,
+            grid=self.grid,
+            name=name,
+            before=before,
+            inside=choice.sharding,
+            after=after,
+            mode=choice.mode,
+            last=self.ended,
+            first=self.first,
+            seed=self.seed,
+            parts=choice.parts,
         )
 
 
