@@ -78,7 +78,7 @@ def parallelize(
         if spec is None:
             raise NotImplementedError(f"no spec is known for {name}, only for {sorted(SPECS)}; give one")
     if name != spec.model:
-        raise ValueError(f"the spec is for {spec.model}, the model is a {name}")
+        raise ValueError(f"the spec is for {spec.model}, the model is a {name}; give a Spec with model={name!r}")
     if grad not in GRADS:
         raise ValueError(f"grad must be one of {GRADS}, got {grad!r}")
     average_over = integer("average_over", average_over, 1)
@@ -168,7 +168,10 @@ class Parallelized(ParallelModel):
             stack.pop()
         if not state.ended:
             missing = [*self.names, self.spec.exit and self.spec.exit.module][state.count]
-            raise NotImplementedError(f"a forward of {type(model).__name__} ended without {missing}; its spec has it")
+            raise NotImplementedError(
+                f"a forward of {type(model).__name__} ended without {missing}, which its spec has; call all stages and "
+                "the exit once in each forward"
+            )
         if state.first:
             self._checks.after(state, seen, out)
         seen.shapes.add((state.shape, kind))
@@ -243,7 +246,8 @@ class Parallelized(ParallelModel):
         state = self._current(exit.module)
         if state.count < len(self.names) or state.ended or state.plan is None:
             raise NotImplementedError(
-                f"{exit.module} is called after {state.count} of {len(self.names)} stages, or twice"
+                f"{exit.module} is called after {state.count} of {len(self.names)} stages, or twice; call it once, "
+                "after the last stage"
             )
         state.ended = True
         ((argument, x),) = arguments.items()
@@ -282,13 +286,19 @@ class Parallelized(ParallelModel):
     def _current(self, name: str) -> ForwardState:
         stack = self._stack()
         if not stack or backward_pass() >= 0:
-            raise RuntimeError(f"{name} is called outside a forward of its {self.spec.model}")
+            raise RuntimeError(
+                f"{name} is called outside a forward of its {self.spec.model}; call the whole model, and checkpoint "
+                "each stage by itself"
+            )
         return stack[-1]
 
     def _run_of(self, module: nn.Module, name: str, x: object) -> StageRun:
         """The run of a stage: the current one, or the earlier one if backward recomputes it."""
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} got {x!r:.100} where its spec says the rows are")
+            raise ValueError(
+                f"{name} got {x!r:.100} where its spec says the rows are; pass them as a tensor, or name the argument "
+                "that holds them in the stream of its Block"
+            )
         # strides of dimensions of size 1 may be others in backward
         strides = tuple([stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1])
         # parts of one tensor are inputs of forwards of their own

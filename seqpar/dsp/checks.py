@@ -39,12 +39,16 @@ def check_block(module: nn.Module, name: str, block: Block) -> None:
     parameters = list(inspect.signature(module.forward).parameters)
     listed = (*block.stream, *block.rows, *block.shared)
     if missing := [argument for argument in listed if argument not in parameters]:
-        raise ValueError(f"{name} takes {parameters}, and not {missing}, which its spec lists")
+        raise ValueError(
+            f"{name} takes {parameters}, and not {missing}, which its spec lists; list arguments that it takes"
+        )
     tables = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
     parts = {path for path, _ in module.named_modules()}
     inside = {*block.gathers, *([block.core.module] if block.core else [])}
     if missing := sorted((set(block.buffers) - tables) | (inside - parts)):
-        raise ValueError(f"{name} has no {missing}, which its spec lists")
+        raise ValueError(
+            f"{name} has no {missing}, which its spec lists; list modules, buffers and parameters that it has"
+        )
 
 
 def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
@@ -53,19 +57,26 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
     known = (*stages, *spec.between, *spec.outside, *([spec.exit.module] if spec.exit else []))
     names = {name for name, _ in model.named_modules()}
     if missing := [name for name in known if name not in names and not any(c in name for c in "*?[")]:
-        raise ValueError(f"{what} has no {missing}, which its spec lists")
+        raise ValueError(f"{what} has no {missing}, which its spec lists; list modules that it has")
     for name, module in model.named_modules():
         own = [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         if name == "":
             if unlisted := [n for n in own if n not in spec.own]:
-                raise ValueError(f"{what} has {unlisted} of its own, which its spec does not list")
+                raise ValueError(
+                    f"{what} has {unlisted} of its own, which its spec does not list; list them under own if the "
+                    "model uses them before or after all stages, or along dimensions that are whole"
+                )
         elif own and not matches(name, known):
             raise ValueError(
                 f"{name} of {what} is a {type(module).__name__}, in no stage, not between stages and not outside: its "
-                "spec does not list it"
+                "spec does not list it; make it a stage with a Block, or list it under between if it works row by row, "
+                "or under outside if it runs on whole tensors"
             )
         if isinstance(module, MIXING) and not matches(name, spec.outside):
-            raise NotImplementedError(f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows")
+            raise NotImplementedError(
+                f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows; use a norm of each row by "
+                "itself, as LayerNorm is, or list it under outside if it runs on whole tensors"
+            )
         by_itself = isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) == {1}
         between = matches(name, spec.between) and not matches(name, stages)
         if isinstance(module, MIXING_BETWEEN) and between and not by_itself:

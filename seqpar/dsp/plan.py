@@ -136,7 +136,7 @@ def plan_stages(
     _check(stages, costs, start)
     wanted = set(costs.shardings if end is None else end)
     if not wanted <= set(costs.shardings):
-        raise ValueError(f"end {end!r} is not among the dims {dict(dims)}")
+        raise ValueError(f"end {end!r} is not among the dims {dict(dims)}; give a tuple of these or None")
     limit = memory if memory is not None and training else math.inf
     if memory is None and training:
         limit = float(hardware.memory - hardware.reserve)
@@ -215,9 +215,12 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
     known = set(costs.shardings)
     for stage in stages:
         if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:
-            raise ValueError(f"stage {stage.name} names {sorted(map(str, unknown))}, the dims are {dict(costs.dims)}")
+            raise ValueError(
+                f"stage {stage.name} names {sorted(map(str, unknown))}, the dims are {dict(costs.dims)}; add their "
+                "sizes to dims, or leave them out of the stage"
+            )
     if start not in known:
-        raise ValueError(f"start {start!r} is not among the dims {dict(costs.dims)}")
+        raise ValueError(f"start {start!r} is not among the dims {dict(costs.dims)}; give one of these, or None")
 
 
 def _grids(stages: Sequence[Stage], costs: Costs, start: Sharding, cores: Iterable[int] | None) -> Iterator[Costs]:

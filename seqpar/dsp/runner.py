@@ -151,7 +151,9 @@ def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], 
 
     def named(args: Sequence[Any], kwargs: Arguments) -> Arguments:
         if len(args) > len(order):
-            raise ValueError(f"{what} got {len(args)} arguments by position, its forward names {order}")
+            raise ValueError(
+                f"{what} got {len(args)} arguments by position, its forward names {order}; pass only these by position"
+            )
         return dict(zip(order, args)) | kwargs
 
     return named
@@ -212,7 +214,10 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
         errors_on_all_ranks(run.name, grid.whole.comm) if skips else nullcontext()
     ):  # ranks without rows make no outputs
         if len(outs) != len(block.stream):
-            raise ValueError(f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams")
+            raise ValueError(
+                f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams; let it return a "
+                "tensor for each stream, in their order"
+            )
         for (name, form), out in zip(block.stream.items(), outs, strict=True):
             grid.check(out, form, (run.inside, grid.held), f"{name} out of {run.name}")
         if skips and not grid.absent(run.inside):
@@ -238,7 +243,10 @@ def _check_arguments(name: str, block: Block, arguments: Mapping[str, Any]) -> N
                 "under shared if all rows use it alike"
             )
     if missing := [argument for argument in block.stream if argument not in arguments]:
-        raise ValueError(f"{name} got no {missing}, which hold the rows by its spec")
+        raise ValueError(
+            f"{name} got no {missing}, which hold the rows by its spec; pass them, or leave them out of the stream of "
+            "its Block"
+        )
 
 
 def some_rank_skips(block: Block, run: StageRun) -> bool:
@@ -370,7 +378,10 @@ def _share_core(
 ) -> Tensor:
     """A core's output, computed for this rank's heads over all rows, which ranks hold in shares along `sharded`."""
     if extra := [argument for argument, x in arguments.items() if argument not in core.stream and x is not None]:
-        raise ValueError(f"{core.module} of {name} got {extra}, which its spec does not list")
+        raise ValueError(
+            f"{core.module} of {name} got {extra}, which its spec does not list; leave them out, or list them in the "
+            "stream of its Core with their forms"
+        )
     forms = list(core.stream.values())
     xs = switch_all([arguments[argument] for argument in core.stream], space, forms, sharded, core.over)
     if space.local(core.over)[core.over]:

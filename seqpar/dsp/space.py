@@ -65,7 +65,7 @@ class Space:
         Raises: ValueError for an unknown dimension.
         """
         if dim not in self.dims:
-            raise ValueError(f'"{dim}" is not a dimension of {self}')
+            raise ValueError(f'"{dim}" is not a dimension of {self}; give one of these')
         return shares(self.dims[dim], self.comm.size)
 
     def local(self, sharded: Sharding) -> dict[str, int]:
@@ -111,7 +111,7 @@ def fitting_form(
     form, sizes = form_of(text), dict(dims)
     if sharded is not None:
         if sharded not in sizes:
-            raise ValueError(f'"{sharded}" is not a dimension of {sizes}')
+            raise ValueError(f'"{sharded}" is not a dimension of {sizes}; give one of these, or None')
         sizes[sharded] = shares(sizes[sharded], ranks)[rank]
 
     def described() -> str:

@@ -254,14 +254,14 @@ class Owning(Weather):
     "make, spec, kind, words",
     [
         (Weather, None, NotImplementedError, "no spec is known for Weather"),
-        (Weather, PAIRS, ValueError, "the spec is for PairStack"),
-        (Normed, WEATHER, NotImplementedError, r"mix\.0\.net\.0 of Normed is a BatchNorm2d"),
-        (Grown, WEATHER, ValueError, "extra of Grown is a Linear, in no stage"),
-        (Owning, WEATHER, ValueError, r"Owning has \['table'\] of its own"),
-        (Weather, replace(WEATHER, exit=Exit("tail", "b h w c", ("h",))), ValueError, r"no \['tail'\]"),
+        (Weather, PAIRS, ValueError, "the spec is for PairStack, .*; give a Spec with model='Weather'$"),
+        (Normed, WEATHER, NotImplementedError, r"mix\.0\.net\.0 of Normed is a BatchNorm2d, .*; use a norm of"),
+        (Grown, WEATHER, ValueError, "extra of Grown is a Linear, in no stage, .*; make it a stage with a Block"),
+        (Owning, WEATHER, ValueError, r"Owning has \['table'\] of its own, .*; list them under own"),
+        (Weather, replace(WEATHER, exit=Exit("tail", "b h w c", ("h",))), ValueError, r"\['tail'\], .*; list modules"),
         (Weather, with_block(modules="south.{i}"), ValueError, "does not match its spec"),
-        (Weather, with_block(rows={"t": "b c"}), ValueError, r"not \['t'\]"),
-        (Weather, with_block(buffers={"depth": "h c"}), ValueError, r"north\.0 has no \['depth'\]"),
+        (Weather, with_block(rows={"t": "b c"}), ValueError, r"not \['t'\], .*; list arguments"),
+        (Weather, with_block(buffers={"depth": "h c"}), ValueError, r"north\.0 has no \['depth'\], .*; list modules"),
         (Weather, with_block(gathers={"bias": ("h w", ("w",))}), ValueError, r"north\.0 has no \['bias'\]"),
     ],
 )
@@ -340,7 +340,7 @@ def test_forwards_that_their_spec_does_not_describe(wrong, words) -> None:
 def test_a_stage_outside_its_model_and_a_dead_storage_are_named() -> None:
     model = made(Odd)
     parallelize(model, LocalComm(), ODD)
-    with pytest.raises(RuntimeError, match="first is called outside a forward of its Odd"):
+    with pytest.raises(RuntimeError, match="first is called outside a forward of its Odd; call the whole model"):
         model.first(rand(4, 6, 3), rand(4, 6))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
         model.second = Moved(model.second)
