@@ -55,6 +55,17 @@ def test_a_comm_is_made_anew_in_another_process() -> None:
     assert run_processes(2, works) == [True, True], "each process has made its own"
 
 
+def test_the_comm_of_a_sub_is_closed() -> None:
+    def rank(comm: Comm) -> bool:
+        with advised(ValueError, "close that comm, on all ranks"):
+            comm.sub([0, 1]).close()
+        summed = works(comm)
+        comm.close()
+        return summed
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def absent(comm: Comm) -> bool:
     """Rank 1 makes no comm, then it does."""
     if comm.rank == 0:

@@ -12,7 +12,7 @@ BESIDE = PACKAGE / "ops" / "core" / "regions.py"  # the checkpoints that rooms a
 # so that no remedy of one is overlooked: add here what is none
 AFTERWARDS = frozenset(
     {"exchange", "empty", "waited", "entered", "mismatch", "fail", "_on_device", "_wrong_devices"}
-    | {"_stand_in", "_stuck", "_look", "_match", "_fail_of_cycle", "_receive_pieces"}
+    | {"_stand_in", "_stuck", "_look", "_match", "_fail_of_cycle", "_receive_pieces", "told"}
 )
 
 
