@@ -167,8 +167,9 @@ PARTICULAR: dict[str, dict[str, Any]] = {
         "laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {
-        "layer_types": BOTH, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
-        "global_head_dim": 16, "moe_intermediate_size": "unset", "num_experts": "unset",
+        "num_hidden_layers": 4, "layer_types": BOTH * 2, "num_kv_shared_layers": 2, "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        "moe_intermediate_size": "unset", "num_experts": "unset",
     },
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
                            "layer_types": BOTH, "num_key_value_heads": "unset"},

@@ -30,6 +30,7 @@ REGISTRIES = (AttentionInterface, AttentionMaskInterface)
 ATTENTION_SETTERS = ("__init__", "set_attn_implementation")
 MADE = "_seqpar_made"  # on models: whether they were made for `KEY`, or told to use it, whatever their config says now
 OCCUPIED = "_seqpar_occupied"  # on modules whose attention keeps its name: whether that attention is parallel
+CUT = "_maybe_slice_kv_shared_inputs"  # a method of Gemma 4's text models, around which `uncut` is
 
 _entering = threading.Lock()
 _entered: dict[str, tuple[int, list[Any]]] = {}  # key -> number of its models, former registry entries
@@ -57,10 +58,20 @@ def marked(method: Callable[..., None]) -> Callable[..., None]:
             raise _unserved(model)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
-                part.__dict__[MADE] = part.config._attn_implementation == KEY
+                made = part.__dict__[MADE] = part.config._attn_implementation == KEY
+                if made and hasattr(part, CUT):
+                    part.__dict__.setdefault(CUT, partial(uncut, None, None))
 
     give._seqpar_former = method  # type: ignore[attr-defined]
     return give
+
+
+def uncut(module: nn.Module, cut: object, *given: Any, **options: Any) -> Any:
+    """Inputs of layers that share keys, whole: a rank's last rows are not those whose logits are kept.
+
+    given: the inputs, and ``logits_to_keep``, which the head heeds after them.
+    """
+    return given[:-1]
 
 
 def _asked(method: Callable[..., None], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:

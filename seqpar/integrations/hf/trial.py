@@ -37,7 +37,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
-from seqpar.integrations.hf.unlisted import rewritten
+from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import check_probed
 from seqpar.integrations.hf.wide import quantised, wide
 from seqpar.integrations.probe.stand_ins import Deterministic
@@ -257,7 +257,7 @@ def probed(probe: Probe) -> ModelFit | None:
     if can_ask(model):
         with without_hooks(model):
             routers = _routers(probe, labels)
-    callers = frozenset(map(name_of, (*probe.callers, *(module for module, _ in rewritten(model)))))
+    callers = frozenset(map(name_of, (*probe.callers, *mixers(model), *(m for m, _ in unlisted(model)))))
     return ModelFit(
         frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
         probe.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],

@@ -26,6 +26,7 @@ from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_functi
 from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
+from seqpar.integrations.hf.registry import CUT, uncut
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
@@ -198,6 +199,7 @@ CLASSES: dict[str, Written] = {
     "Llama4TextDecoderLayer": Written("forward", llama4_layer, serves=lambda layer: _tuned(layer.self_attn)),
 }
 MIXER = Written("forward", mix)
+WHOLE = Written(CUT, uncut)
 
 
 def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
@@ -207,8 +209,9 @@ def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
 
 
 def rewritten(model: nn.Module) -> list[tuple[nn.Module, Written]]:
-    """The mixers and layers of attention of a model that seqpar computes itself, and what replaces a method of each."""
-    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model)]
+    """The modules of a model that seqpar computes itself, wholly or in part, and what replaces a method of each."""
+    cutting = (module for module in model.modules() if hasattr(module, CUT))
+    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model), *((module, WHOLE) for module in cutting)]
 
 
 def sees_places(model: nn.Module) -> bool:

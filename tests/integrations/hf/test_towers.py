@@ -95,6 +95,41 @@ def test_features_of_sound_come_home_as_they_are() -> None:
     assert torch.allclose(torch.cat([out.last_hidden_state for out in found]), expected.last_hidden_state)
 
 
+def test_images_before_layers_that_share_keys() -> None:
+    """Gemma 4 would cut the inputs of those layers to the rows whose logits are asked for."""
+    config = transformers.Gemma4Config(
+        text_config=TEXT | {
+            "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "use_bidirectional_attention": "vision",
+        },
+        vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+                       "position_embedding_size": 64},
+        audio_config=None, image_token_id=SEEN["image"], video_token_id=52, audio_token_id=55, boi_token_id=53,
+        eoi_token_id=54, boa_token_id=56, eoa_token_index=57,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager").double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.2)
+    ids = torch.randint(1, 50, (2, 1, 12))
+    ids[1, :, 3:7] = SEEN["image"]
+    patches = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
+    every = [{"input_ids": x, "labels": x.masked_fill(x > 50, -100), "mm_token_type_ids": (x > 50).long()} for x in ids]
+    every[1] |= {"pixel_values": torch.rand(1, 16, 48).double(), "image_position_ids": patches}
+
+    def rank(comm: Comm) -> Outcome:
+        own = copy.deepcopy(model)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=cut):
+            return outcome(own, own(**every[comm.rank]).loss)
+
+    found = run_threads(2, rank)
+    whole = {name: torch.cat([batch[name] for batch in every if name in batch]) for name in every[1]}
+    with islands(torch.float64):
+        compare(found, outcome(model, model(**whole, use_cache=False).loss), torch.float64)
+
+
 def trained(row: Architecture, kind: str, *, images: bool = True, types: bool = True, **more: Any) -> None:
     """A step of a family's model with other sizes on two ranks, beside one process. more: arguments of each call."""
     documents = brought(kind, 2, torch.float64)

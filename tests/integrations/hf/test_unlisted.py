@@ -1,6 +1,7 @@
 """Attention that does not go through transformers' interface: Falcon, Bloom, MPT, GPT-J, GPT-Neo, CodeGen.
 
-And Llama 4's layers without rotary embeddings, which scale queries by their place."""
+And Llama 4's layers without rotary embeddings, which scale queries by their place, and Gemma 4's with keys of others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import Architecture
-from tests.ecosystem.ways import unpacked
+from tests.ecosystem.ways import unpacked, verdict
 from tests.integrations.hf.hybrids import contiguous
 from tests.integrations.hf.models import batches, holes, packed
 from tests.integrations.hf.unions import build, check, on_ranks, one
@@ -29,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {}),
     "falcon": ("falcon", {}),
     "llama4": ("llama4_text", {"floor_scale": 4}),
+    "gemma4": ("gemma4_text", {}),
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom of 5 heads": ("bloom", {"n_head": 5, "hidden_size": 40}),
@@ -61,7 +63,7 @@ def test_other_configs(name: str) -> None:
         check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
 
 
-@pytest.mark.parametrize("name", ["gpt_neo", "bloom"])
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "gemma4"])
 def test_checkpointed_layers_find_their_plan_again(name: str) -> None:
     """In the backward passes of two batches, which come after both forwards."""
     model = model_of(name, torch.float32)
@@ -96,6 +98,10 @@ def test_the_same_pairs_are_dropped_on_any_number_of_ranks(name: str) -> None:
     assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
     for losses in run_threads(3, rank):
         assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_registered_model_whose_layers_share_keys_keeps_its_rows() -> None:
+    assert verdict(Architecture("gemma4_text", "dense"), "registered zigzag") == "exact"
 
 
 def test_falcons_alibi_is_refused() -> None:
