@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="the table is of transformers' archit
 
 from transformers import PreTrainedModel  # noqa: E402
 
-from tests.ecosystem.architectures import TABLE  # noqa: E402
+from tests.ecosystem.architectures import TABLE, Architecture  # noqa: E402
 from tests.ecosystem.ways import verdict, ways  # noqa: E402
 
 COMMITTED = Path(__file__).parents[2] / "bench/results/architectures.json"
@@ -48,6 +48,11 @@ def test_who_never_asks_for_the_registered_attention_is_told_so(name: str) -> No
     """Recurrences, and attention by code of its own: transformers loads them by any name."""
     said = verdict(TABLE[name], "registered zigzag")
     assert said.startswith("refused: ") and "never called it inside seqpar.parallel" in said, said
+
+
+def test_a_registered_model_that_edits_its_mask_is_told_so() -> None:
+    said = verdict(Architecture("doge", "dense"), "registered")
+    assert said.startswith("refused: ") and "its attention edits its mask" in said, said
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -37,6 +37,14 @@ class OwnMask(NotImplementedError):
     """A layer of attention got a mask that transformers.masking_utils did not make."""
 
 
+EDITED = "its attention edits its mask, which is the handle of a plan here"
+
+
+def edits_mask(error: Exception) -> bool:
+    """Whether an error is of a model that indexes its mask."""
+    return isinstance(error, IndexError) and "tensor of dimension 0" in str(error)
+
+
 # Keywords that layers pass to attention functions, which ignore them or find them in the mask.
 UNUSED = {
     "position_ids", "use_cache", "cache_position", "is_causal", "sliding_window", "return_dict", "output_hidden_states",

@@ -17,7 +17,7 @@ from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.foreign.saved_state import saved
-from seqpar.integrations.hf.attention import OwnMask
+from seqpar.integrations.hf.attention import EDITED, OwnMask, edits_mask
 from seqpar.integrations.hf.config import NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
@@ -114,8 +114,8 @@ def _tried(model: PreTrainedModel) -> ModelFit | list[str]:
                 return [alone]
             if isinstance(error, OwnMask):
                 return [*probe.reasons, OWN_MASK]
-            if isinstance(error, IndexError) and "tensor of dimension 0" in str(error):
-                return ["its attention edits its mask, which is the handle of a plan here"]
+            if edits_mask(error):
+                return [EDITED]
             return [*probe.reasons, f"trying it on a few tokens failed: {type(error).__name__}: {error}"]
 
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.comm.entry import uncompiled
 from seqpar.foreign.wrap import replaced
-from seqpar.integrations.hf.attention import KEY, attention_function, mask_of
+from seqpar.integrations.hf.attention import EDITED, KEY, attention_function, edits_mask, mask_of
 from seqpar.integrations.hf.config import NO_INTERFACE, mixing_layers, nested, unserved_attention
 from seqpar.integrations.hf.forward import current, inside
 from seqpar.ops.core.collective_op import layer_calls
@@ -130,8 +130,8 @@ def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     Only the outermost model is checked, since parts need not attend; models of images or sound may use a rank's own
     input.
 
-    Raises: NotImplementedError if it did not. transformers accepts the name for every model, even for those with their
-    own attention code or a state, and each rank would compute such a model on its rows alone.
+    Raises: NotImplementedError if it did not, or edits its mask. transformers accepts the name for every model, even
+    for those with their own attention code or a state, and each rank would compute such a model on its rows alone.
     """
     if _watch.on or not _rows_of_a_plan(model):
         return nn.Module.__call__(model, *args, **named)
@@ -139,17 +139,26 @@ def asking(model: PreTrainedModel, *args: Any, **named: Any) -> Any:
     _watch.on = True
     try:
         out = nn.Module.__call__(model, *args, **named)
+    except IndexError as error:
+        if edits_mask(error):
+            raise _refused(model, f"cannot run inside seqpar.parallel: {EDITED}") from error
+        raise
     finally:
         _watch.on = False
     if layer_calls.begun == before:
         config = model.config.get_text_config()
         reasons = [*unserved_attention(config), *mixing_layers(config)] or [NO_INTERFACE]
-        raise NotImplementedError(
-            f"{type(model).__name__}, loaded with attn_implementation={KEY!r}, never called it inside seqpar.parallel "
-            f"and saw this rank's rows alone: {', and '.join(reasons)}; load it with attn_implementation='eager' and "
-            "give each rank whole documents of its own"
-        )
+        what = "never called it inside seqpar.parallel and saw this rank's rows alone"
+        raise _refused(model, f"{what}: {', and '.join(reasons)}")
     return out
+
+
+def _refused(model: PreTrainedModel, why: str) -> NotImplementedError:
+    """The error for a call of a model that was loaded with `KEY`."""
+    return NotImplementedError(
+        f"{type(model).__name__}, loaded with attn_implementation={KEY!r}, {why}; load it with "
+        "attn_implementation='eager' and give each rank whole documents of its own"
+    )
 
 
 def _rows_of_a_plan(model: PreTrainedModel) -> bool:
