@@ -91,7 +91,7 @@ class Towers(NamedTuple):
         features = self._features(kind)
         assert features is not None
         named = inspect.signature(features).parameters
-        lent = {n: _shape(own[n]) for n in named if isinstance(own.get(n), Tensor)}
+        lent = {n: _shape(own[n]) for n in named if isinstance(own.get(n), (Tensor, np.ndarray, list, tuple))}
         needed = {n: None for n, p in named.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
         return needed | lent  # an input that the forward hands on even if it was not given is None
 
@@ -115,20 +115,31 @@ class Towers(NamedTuple):
         return projected
 
 
-def _shape(x: Tensor) -> Any:
-    """A tensor as others can make one like it: itself, if towers read its values as sizes, or its shape."""
+class Blank(NamedTuple):
+    """The dtype and shape of a tensor that others make anew."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _shape(x: Any) -> Any:
+    """An input as others can make one like it: itself, if towers read its values as sizes, or its shape."""
+    if isinstance(x, (list, tuple)):  # as sizes are given too
+        return [_shape(each) for each in x]
+    if not isinstance(x, Tensor):
+        return x
     large = x.is_floating_point() and x.numel() > EXACT
-    return (x.dtype, tuple(x.shape)) if large else x.detach().cpu()
+    return Blank(x.dtype, tuple(x.shape)) if large else x.detach().cpu()
 
 
-def _like(told: Any, device: torch.device) -> Tensor | None:
-    """The tensor that `_shape` tells of, or one like it of numbers that no norm divides by 0 for; None stays None."""
-    if told is None:
-        return None
-    if isinstance(told, Tensor):
-        return told.to(device)
-    dtype, shape = told
-    return torch.linspace(-1, 1, int(np.prod(shape)), device=device).reshape(shape).to(dtype)
+def _like(told: Any, device: torch.device) -> Any:
+    """The input that `_shape` tells of, or one like it of numbers that no norm divides by 0 for; None stays None."""
+    if isinstance(told, Blank):
+        x = torch.linspace(-1, 1, int(np.prod(told.shape)), device=device)
+        return x.reshape(told.shape).to(told.dtype)
+    if isinstance(told, list):
+        return [_like(each, device) for each in told]
+    return told.to(device) if isinstance(told, Tensor) else told
 
 
 def zero_of(features: Any) -> Any:

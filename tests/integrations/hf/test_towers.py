@@ -130,8 +130,13 @@ def test_images_before_layers_that_share_keys() -> None:
         compare(found, outcome(model, model(**whole, use_cache=False).loss), torch.float64)
 
 
-def trained(row: Architecture, kind: str, *, images: bool = True, types: bool = True, **more: Any) -> None:
-    """A step of a family's model with other sizes on two ranks, beside one process. more: arguments of each call."""
+def trained(
+    row: Architecture, kind: str, *, images: bool = True, types: bool = True, listed: str = "", **more: Any
+) -> None:
+    """A step of a family's model with other sizes on two ranks, beside one process.
+
+    listed: an argument that is given as a list of tuples. more: arguments of each call.
+    """
     documents = brought(kind, 2, torch.float64)
     if not images:
         documents[1] = documents[0]
@@ -139,6 +144,9 @@ def trained(row: Architecture, kind: str, *, images: bool = True, types: bool = 
     if not types:
         for batch in every:
             del batch["token_type_ids"]
+    for batch in every:
+        if listed in batch:
+            batch[listed] = [tuple(size) for size in batch[listed].tolist()]
     with islands(torch.float64):
         model = build(row)
 
@@ -159,6 +167,11 @@ def changed(row: Architecture, part: str, **sizes: Any) -> Architecture:
 
 def test_towers_without_deepstack_layers() -> None:
     trained(changed(IMAGES["qwen3_vl"], "vision_config", deepstack_visual_indexes=[]), "qwen3_vl")
+
+
+def test_sizes_in_a_list_reach_a_rank_without_images() -> None:
+    """As a processor returns them that was not asked for tensors."""
+    trained(IMAGES["mistral3"], "mistral3", listed="image_sizes")
 
 
 @pytest.mark.parametrize("images", [True, False])
