@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ FEW = [9, 2, 3, 12, 4]  # rows of the second run, by number
 # Outputs with a row per token; other outputs do not return to their batch.
 PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
+TYPES = "mm_token_type_ids"
 POOLED, NO_ROWS = "it also returns pooler_output", "none with a row for every token"
 NO_MASK = "no layer asked transformers.masking_utils for a mask"
 
@@ -175,7 +177,7 @@ class Probe:
         first = layer_calls.run
         try:
             with parallel(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
-                given = plain(self.model) | hiding(self.model) | options
+                given = plain(self.model) | hiding(self.model) | self._typed(ids) | options
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
             self.calls = min(self.calls, layer_calls.run - first)
             return out
@@ -192,6 +194,11 @@ class Probe:
         worst = (a.double() - b.double()).abs().reshape(-1, a.shape[-1]).amax(-1)
         worst = worst / a.abs().max().double().clamp(min=1e-30)
         return bool(worst.median() <= 0.1 if self.rough else worst.max() <= 1e-4)
+
+    def _typed(self, ids: Tensor) -> dict[str, Tensor]:
+        """The types of tokens of text, where a model takes types: Molmo 2 does not train without."""
+        taken = self.model.training and TYPES in signature(type(self.model).forward).parameters
+        return {TYPES: torch.zeros_like(ids)[None]} if taken else {}
 
     def _on_rows(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """A call of a text model inside the model: it makes its masks itself, and some hand on the model's labels."""

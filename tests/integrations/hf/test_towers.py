@@ -109,15 +109,52 @@ def test_images_before_layers_that_share_keys() -> None:
         audio_config=None, image_token_id=SEEN["image"], video_token_id=52, audio_token_id=55, boi_token_id=53,
         eoi_token_id=54, boa_token_id=56, eoa_token_index=57,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager").double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model = drawn(transformers.Gemma4ForConditionalGeneration, config)
     ids = torch.randint(1, 50, (2, 1, 12))
     ids[1, :, 3:7] = SEEN["image"]
     patches = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
-    every = [{"input_ids": x, "labels": x.masked_fill(x > 50, -100), "mm_token_type_ids": (x > 50).long()} for x in ids]
-    every[1] |= {"pixel_values": torch.rand(1, 16, 48).double(), "image_position_ids": patches}
+    stepped(model, ids, pixel_values=torch.rand(1, 16, 48).double(), image_position_ids=patches)
+
+
+def test_a_model_that_trains_only_with_token_types() -> None:
+    config = transformers.Molmo2Config(
+        text_config=TEXT | {"head_dim": 8, "additional_vocab_size": 8},
+        vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+                       "num_key_value_heads": 4, "head_dim": 8, "image_size": [28, 28], "patch_size": 14,
+                       "num_position_embeddings": 4},
+        adapter_config={"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4,
+                        "head_dim": 8, "text_hidden_size": 32, "vision_feature_layer": [1, 0]},
+        image_patch_id=SEEN["image"], image_start_token_id=53, image_end_token_id=54, frame_start_token_id=56,
+        frame_end_token_id=57, low_res_image_start_token_id=55,
+    )  # fmt: skip
+    model = drawn(transformers.Molmo2ForConditionalGeneration, config)
+    ids = torch.randint(1, 50, (2, 1, 12))
+    stepped(model, ids)
+    ids[1, :, 3:7] = SEEN["image"]
+    stepped(
+        model, ids, pixel_values=torch.randn(1, 4, 14 * 14 * 3).double(), image_token_pooling=torch.arange(4)[:, None],
+        image_grids=torch.tensor([[0, 0, 2, 2]]), image_num_crops=torch.tensor([1]),
+    )  # fmt: skip
+
+
+def drawn(kind: Any, config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    """A model in training, with weights at which everything matters."""
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager").double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.2)
+    return model.train()
+
+
+def stepped(model: transformers.PreTrainedModel, ids: Tensor, **media: Tensor) -> None:
+    """A step on two ranks, beside one process. ids [2, B, S]: of each rank; media: of the second."""
+    images = ids == SEEN["image"]
+    every = [
+        {"input_ids": own, "labels": own.masked_fill(image, -100), "mm_token_type_ids": image.long()}
+        for own, image in zip(ids, images)
+    ]
+    whole = {name: torch.cat([batch[name] for batch in every]) for name in every[0]} | media
+    every[1] |= media
 
     def rank(comm: Comm) -> Outcome:
         own = copy.deepcopy(model)
@@ -125,7 +162,6 @@ def test_images_before_layers_that_share_keys() -> None:
             return outcome(own, own(**every[comm.rank]).loss)
 
     found = run_threads(2, rank)
-    whole = {name: torch.cat([batch[name] for batch in every if name in batch]) for name in every[1]}
     with islands(torch.float64):
         compare(found, outcome(model, model(**whole, use_cache=False).loss), torch.float64)
 
