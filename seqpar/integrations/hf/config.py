@@ -90,8 +90,10 @@ def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: 
 
 def text_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model of tokens inside a model of images or sound; any other model itself."""
-    kinds = model.input_modalities
-    if isinstance(kinds, str) or "text" not in kinds or model.config.get_text_config() is model.config:
+    # a class with another head may have the default, "text", though its base model takes images
+    kinds = [each.input_modalities for each in (model, model.base_model)]
+    mixed = any("text" in each for each in kinds if not isinstance(each, str))
+    if not mixed or model.config.get_text_config() is model.config:
         return model
     text = model
     while isinstance(inner := text.get_decoder(), PreTrainedModel) and inner is not text:

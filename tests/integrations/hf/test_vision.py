@@ -389,7 +389,7 @@ def test_batches_with_images_are_planned_ahead() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "labels"), [("gemma3", 3), ("gemma3", 1)])
+@pytest.mark.parametrize(("kind", "labels"), [("gemma3", 3), ("gemma3", 1), ("qwen3_5", 3)])
 def test_classifiers_of_sequences_with_images(kind: str, labels: int) -> None:
     """Their heads run at home, on the rows of the text model."""
     every, row = bring(kind, "one", 2, torch.float64), EVERY[kind]
