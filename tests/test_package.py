@@ -110,8 +110,8 @@ ORDER = {
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted
-        hf/twin hf/logits hf/trial
-        hf/fit hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/towers hf/vision
+        hf/twin hf/logits hf/trial hf/towers
+        hf/fit hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

@@ -22,6 +22,7 @@ from seqpar.integrations.hf.config import NO_INTERFACE, caching, config_refusals
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import forgotten, lengthy
+from seqpar.integrations.hf.towers import MEDIA
 from seqpar.integrations.hf.trial import NO_MASK, NO_ROWS, POOLED, TOKENS, ModelFit, Probe, precise, probed, quiet
 from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
@@ -160,6 +161,9 @@ def _fails_alone(model: PreTrainedModel) -> str:
         for form, ids in forms.items() if books > 1 else ():
             if not _failure(model, ids):
                 return f"it computes input_ids of several codebooks, {form}"
+    media = [name for name in MEDIA.values() if name in inspect.signature(type(model).forward).parameters]
+    if media and "NoneType" in error:
+        return f"it needs {', '.join(media)} beside input_ids: without, its forward fails on one process too"
     return f"{ALONE}: {error}"
 
 

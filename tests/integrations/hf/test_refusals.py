@@ -157,6 +157,11 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         made("ViTForImageClassification", "ViTConfig", **TINY, intermediate_size=40, image_size=16, patch_size=8),
         "computes pixel_values",
     ),
+    "images beside text": (
+        made("CLIPModel", "CLIPConfig", text_config=TINY | {"intermediate_size": 40},
+             vision_config=TINY | {"intermediate_size": 40, "image_size": 16, "patch_size": 8}),
+        "several ranks: it needs pixel_values beside input_ids: without, its forward fails on one process too; train",
+    ),
     "two heads": (made("BertForPreTraining", "BertConfig", **TINY, intermediate_size=40), "its head returns "),
     "pooler": (
         lambda: averaging(made("BertModel", "BertConfig", **TINY, intermediate_size=40)()),
