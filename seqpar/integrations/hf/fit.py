@@ -23,7 +23,7 @@ from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.towers import MEDIA
-from seqpar.integrations.hf.trial import NO_MASK, NO_ROWS, POOLED, TOKENS, ModelFit, Probe, precise, probed, quiet
+from seqpar.integrations.hf.trial import NO_MASK, NO_ROWS, POOLED, TOKENS, ModelFit, TrialRuns, findings, precise, quiet
 from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.hf.weights import NoWeights, check_weights
@@ -105,19 +105,19 @@ def _tried(model: PreTrainedModel) -> ModelFit | list[str]:
     with precise(model), torch.no_grad(), ExitStack() as stack:
         for rotary in lengthy(model):  # which remembers the longest position
             stack.enter_context(saved(rotary))
-        probe = Probe(model)
+        runs = TrialRuns(model)
         try:
-            return probed(probe) or probe.reasons
+            return findings(runs) or runs.reasons
         except NoWeights:
             raise
         except Exception as error:
             if alone := _fails_alone(model):
                 return [alone]
             if isinstance(error, OwnMask):
-                return [*probe.reasons, OWN_MASK]
+                return [*runs.reasons, OWN_MASK]
             if edits_mask(error):
                 return [EDITED]
-            return [*probe.reasons, f"trying it on a few tokens failed: {type(error).__name__}: {error}"]
+            return [*runs.reasons, f"trying it on a few tokens failed: {type(error).__name__}: {error}"]
 
 
 def _head_tried(model: PreTrainedModel) -> AtHome | str:

@@ -39,7 +39,7 @@ from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.unlisted import unlisted
-from seqpar.integrations.hf.weights import check_probed
+from seqpar.integrations.hf.weights import check_shown
 from seqpar.integrations.hf.wide import quantised, wide
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.ops.core.collective_op import layer_calls
@@ -100,7 +100,7 @@ def plain(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """A context without dropout and autocast, uncompiled, for a probe."""
+    """A context without dropout and autocast, uncompiled, for a trial."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -118,7 +118,7 @@ def precise(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class Probe:
+class TrialRuns:
     """Runs of a model on its own.
 
     rules: the masks that layers asked for. hidden: the base model's last output. calls: the fewest of attention and
@@ -214,14 +214,14 @@ class Probe:
         self.hidden = out[0] if isinstance(out[0], Tensor) else None
 
 
-def probed(probe: Probe) -> ModelFit | None:
+def findings(runs: TrialRuns) -> ModelFit | None:
     """The findings on a model; None if there are reasons against it."""
-    model, reasons = probe.model, probe.reasons
-    whole = probe.on_all()
-    hidden = probe.hidden
-    results, pooled = _results(probe, whole)
+    model, reasons = runs.model, runs.reasons
+    whole = runs.on_all()
+    hidden = runs.hidden
+    results, pooled = _results(runs, whole)
     recurrent = bool(mixers(model))
-    if not probe.rules and not recurrent:
+    if not runs.rules and not recurrent:
         reasons.append(NO_MASK)
     if reasons:
         return None
@@ -229,22 +229,22 @@ def probed(probe: Probe) -> ModelFit | None:
 
     def alike(a: Any, b: Any, at: Tensor | slice = slice(None)) -> bool:
         """Whether two outputs are equal, the first at these rows."""
-        return all(probe.close(a[name][:, at], b[name]) for name in results)
+        return all(runs.close(a[name][:, at], b[name]) for name in results)
 
-    one = probe.on_all(documents=[TOKENS])
-    check_probed(model, whole[result], one[result])
-    if not alike(whole, probe.on_few(), probe.few):
+    one = runs.on_all(documents=[TOKENS])
+    check_shown(model, whole[result], one[result])
+    if not alike(whole, runs.on_few(), runs.few):
         reasons.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
             "recurrence, n-grams of tokens, positions that are counted)"
         )
-    elif not _by_rows_in_training(probe, results):
+    elif not _by_rows_in_training(runs, results):
         reasons.append("in training mode, tokens meet outside its attention")
-    order = torch.cat([probe.few, probe.at[~torch.isin(probe.at, probe.few)]])
-    mixed = probe(probe.ids[order], [TOKENS], order.tolist(), position_ids=order[None])
+    order = torch.cat([runs.few, runs.at[~torch.isin(runs.at, runs.few)]])
+    mixed = runs(runs.ids[order], [TOKENS], order.tolist(), position_ids=order[None])
     if not alike(one, mixed, order):
         reasons.append("its attention depends on the order in which a rank holds its rows")
-    if not alike(one, probe.by_transformers()):
+    if not alike(one, runs.by_transformers()):
         names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
         reasons.append(
             "its attention is not the function of q, k, v and mask that it hands over (a bias, for example)"
@@ -253,27 +253,27 @@ def probed(probe: Probe) -> ModelFit | None:
     if reasons:
         return None
     vocabulary = len(model.get_input_embeddings().weight)
-    labels = (probe.ids * 3 + 1) % min(vocabulary, whole["logits"].shape[-1] if "logits" in whole else vocabulary)
-    shift, loss = _loss(probe, whole, labels)
-    by_items = not loss and _by_items(probe, labels)
-    head, softcap = _head(probe, whole, hidden)
+    labels = (runs.ids * 3 + 1) % min(vocabulary, whole["logits"].shape[-1] if "logits" in whole else vocabulary)
+    shift, loss = _loss(runs, whole, labels)
+    by_items = not loss and _by_items(runs, labels)
+    head, softcap = _head(runs, whole, hidden)
     counting = counting_of(
-        lambda tokens, **given: probe(tokens, **given)[result], probe.close, probe.ids, counted_pad(model)
+        lambda tokens, **given: runs(tokens, **given)[result], runs.close, runs.ids, counted_pad(model)
     )
     routers = ""
     if can_ask(model):
         with without_hooks(model):
-            routers = _routers(probe, labels)
-    callers = frozenset(map(name_of, (*probe.callers, *mixers(model), *(m for m, _ in unlisted(model)))))
+            routers = _routers(runs, labels)
+    callers = frozenset(map(name_of, (*runs.callers, *mixers(model), *(m for m, _ in unlisted(model)))))
     return ModelFit(
-        frozenset(probe.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
-        probe.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],
+        frozenset(runs.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
+        runs.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],
     )  # fmt: skip
 
 
-def _results(probe: Probe, out: Any) -> tuple[list[str], bool]:
+def _results(runs: TrialRuns, out: Any) -> tuple[list[str], bool]:
     """The outputs with a row per token, and whether a pooler's is beside them; others are reasons against the model."""
-    reasons = probe.reasons
+    reasons = runs.reasons
     fields = {name: value for name, value in out.items() if value is not None}
     pooled = fields.pop(POOLER, None)
     given = [name for name in PER_TOKEN if name in fields]
@@ -282,14 +282,14 @@ def _results(probe: Probe, out: Any) -> tuple[list[str], bool]:
         reasons.append(f"it returns {sorted(fields)}, {NO_ROWS}")
     elif other := sorted(fields.keys() - {*results}):
         reasons.append(f"it also returns {', '.join(other)}, which is not a row per token")
-    elif pooled is not None and not pools(probe.model, fields[results[0]], pooled):
+    elif pooled is not None and not pools(runs.model, fields[results[0]], pooled):
         reasons.append(f"{POOLED}, which is not its pooler's of the first row")
     return results, pooled is not None
 
 
-def _loss(probe: Probe, whole: Any, labels: Tensor) -> tuple[str, str]:
+def _loss(runs: TrialRuns, whole: Any, labels: Tensor) -> tuple[str, str]:
     """The rows that labels belong to, and why the loss cannot be computed here, or ""."""
-    function = probe.model.loss_function
+    function = runs.model.loss_function
     if "logits" not in whole:
         return "row", "it returns no logits"
     if function not in SHIFTS:
@@ -303,10 +303,10 @@ def _loss(probe: Probe, whole: Any, labels: Tensor) -> tuple[str, str]:
         expected = cross_entropy(rows, wanted, valid=len(wanted))
         return out.get("loss") is not None and _same(out.loss, expected, rows.abs().max() + expected.abs())
 
-    if not is_mean(probe.on_all(labels=labels[None])):
+    if not is_mean(runs.on_all(labels=labels[None])):
         return shift, "its loss is not the cross-entropy of its logits alone"
-    with _as_in_training(probe):
-        out = probe.on_all(labels=labels[None])
+    with _as_in_training(runs):
+        out = runs.on_all(labels=labels[None])
     if out.get("logits") is not None and not is_mean(out):
         return shift, "its loss in training is not the cross-entropy of its logits alone"
     return shift, ""
@@ -317,13 +317,13 @@ def _same(a: Tensor, b: Tensor, size: Tensor) -> bool:
     return bool((a.double() - b.double()).abs().max() <= ROUNDING * size.double())
 
 
-def _by_items(probe: Probe, labels: Tensor) -> bool:
+def _by_items(runs: TrialRuns, labels: Tensor) -> bool:
     """Whether a model as written divides its loss by ``num_items_in_batch``: twice as many halve it."""
-    if not takes_any(type(probe.model)):
+    if not takes_any(type(runs.model)):
         return True  # callers give it to models that take any keyword
 
     def loss(items: int) -> float:
-        return float(probe.by_transformers(labels=labels[None], num_items_in_batch=labels.new_tensor(items)).loss)
+        return float(runs.by_transformers(labels=labels[None], num_items_in_batch=labels.new_tensor(items)).loss)
 
     try:
         return loss(2 * TOKENS) < 0.75 * loss(TOKENS)
@@ -331,23 +331,23 @@ def _by_items(probe: Probe, labels: Tensor) -> bool:
         return True
 
 
-def _by_rows_in_training(probe: Probe, results: Sequence[str]) -> bool:
+def _by_rows_in_training(runs: TrialRuns, results: Sequence[str]) -> bool:
     """Whether rows follow their order in training mode too."""
-    with _as_in_training(probe):
-        every, few = probe.on_all(), probe.on_few()
+    with _as_in_training(runs):
+        every, few = runs.on_all(), runs.on_few()
     both = [(every[name], few[name]) for name in results if every.get(name) is not None and few.get(name) is not None]
-    return all(probe.close(a[:, probe.few], b) for a, b in both)
+    return all(runs.close(a[:, runs.few], b) for a, b in both)
 
 
 @contextmanager
-def _as_in_training(probe: Probe) -> Iterator[None]:
+def _as_in_training(runs: TrialRuns) -> Iterator[None]:
     """A context in which a model in eval mode is in training mode, but drops nothing and draws equal numbers.
 
     Neither checkpoints nor statistics of batches: the first warn without gradients, the second would change.
     """
-    model, state = probe.model, probe.state
+    model, state = runs.model, runs.state
     device = next(model.parameters()).device
-    probe.state = state._replace(drops=False)
+    runs.state = state._replace(drops=False)
     try:
         for module in model.modules():
             still = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -356,41 +356,41 @@ def _as_in_training(probe: Probe) -> Iterator[None]:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic({}):
             yield
     finally:
-        probe.state = state
+        runs.state = state
         model.eval()
 
 
-def _head(probe: Probe, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
+def _head(runs: TrialRuns, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear | None, float]:
     """The layer that makes logits of hidden states, if only it and a softcap are between them."""
-    head, softcap = probe.model.get_output_embeddings(), softcap_of(probe.model)
+    head, softcap = runs.model.get_output_embeddings(), softcap_of(runs.model)
     if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:
         return None, 0.0
     logits = softcapped(head(hidden.to(head.weight.dtype)), softcap)  # a residual in fp32 leaves them wider
     return (head, softcap) if _same(logits, whole["logits"], logits.abs().max()) else (None, 0.0)
 
 
-def _routers(probe: Probe, labels: Tensor) -> str:
+def _routers(runs: TrialRuns, labels: Tensor) -> str:
     """Why `output_router_logits` cannot be served of a mixture of experts, or ""."""
-    model, at, few, asked = probe.model, probe.at, probe.few, {ASKED: True}
+    model, at, few, asked = runs.model, runs.at, runs.few, {ASKED: True}
     try:
-        out, some = probe.on_all(**asked), probe.on_few(**asked)
+        out, some = runs.on_all(**asked), runs.on_few(**asked)
         logits = out.get(LOGITS)
         if logits is None:
             return ""
         for one, other in zip(logits, some[LOGITS], strict=True):
-            if not probe.close(one.reshape(TOKENS, -1)[few], other.reshape(len(few), -1)):
+            if not runs.close(one.reshape(TOKENS, -1)[few], other.reshape(len(few), -1)):
                 return "its router logits are not those of each token"
         if out.get(LOSS) is None:
             return ""
-        late = probe(probe.ids, attention_mask=(at >= 3).long()[None], **asked)
+        late = runs(runs.ids, attention_mask=(at >= 3).long()[None], **asked)
         for found, rows in ((out, at), (late, at[3:])):
             plan = Plan(Mask([len(rows)]), Layout.contiguous(len(rows), 1))
             ours = balance([x.reshape(TOKENS, -1)[rows] for x in found[LOGITS]], model, plan, LocalComm()).whole
-            if not probe.close(found[LOSS].reshape(1, 1), ours.reshape(1, 1)):
+            if not runs.close(found[LOSS].reshape(1, 1), ours.reshape(1, 1)):
                 return "its balance loss is not the one of Switch Transformers that seqpar knows"
-        with_it, without = (probe.on_all(labels=labels[None], **{ASKED: ask})["loss"] for ask in (True, False))
+        with_it, without = (runs.on_all(labels=labels[None], **{ASKED: ask})["loss"] for ask in (True, False))
         more, expected = float(with_it - without), weight_of(model) * float(out[LOSS])
-        if abs(more - expected) > (0.05 if probe.rough else 1e-3) * abs(expected) + ROUNDING * abs(float(without)):
+        if abs(more - expected) > (0.05 if runs.rough else 1e-3) * abs(expected) + ROUNDING * abs(float(without)):
             return "it adds another multiple of its balance loss to its loss than its config says"
     except Exception as error:
         return f"trying it on a few tokens failed: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Whether a model's weights are loaded before it becomes parallel: a probe of empty weights shows nothing."""
+"""Whether a model's weights are loaded before it becomes parallel: a trial of empty weights shows nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_weights(model: PreTrainedModel) -> None:
             raise _later(model, f"{name}.weight is 0 everywhere")
 
 
-def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> None:
-    """Raise NoWeights if a probe showed nothing. Rows [1, T, n]: each token alone, and all in one document."""
+def check_shown(model: PreTrainedModel, apart: Tensor, together: Tensor) -> None:
+    """Raise NoWeights if a trial showed nothing. Rows [1, T, n]: each token alone, and all in one document."""
     if not (apart.isfinite().all() and together.isfinite().all()):
         raise _later(model, "it gives infinities or NaN for a few tokens")
     if (apart == apart[:, :1]).all():
@@ -30,6 +30,7 @@ def check_probed(model: PreTrainedModel, apart: Tensor, together: Tensor) -> Non
 
 def _later(model: PreTrainedModel, what: str) -> NoWeights:
     return NoWeights(
-        f"parallelize({type(model).__name__}): {what}, as if its weights were not loaded yet, so a probe sees nothing; "
+        f"parallelize({type(model).__name__}): {what}, "
+        "as if its weights were not loaded yet, so a trial shows nothing; "
         "load or initialise the weights, then call parallelize"
     )
