@@ -260,7 +260,7 @@ def left(comm: Comm, plan: Plan) -> str:
     if comm.rank == 2:
         return "gone"
     if comm.rank == 0:  # which is not to give up first because of a rank 1 that is only late
-        until(lambda: 1 in comm._world.waiting)  # type: ignore[attr-defined]
+        until(lambda: 1 in comm._world.waits.waiting)  # type: ignore[attr-defined]
     impatient(comm, 1.0)
     with pytest.raises(PeerError) as error:
         out.sum().backward()
