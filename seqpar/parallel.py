@@ -6,8 +6,8 @@ import hashlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -92,6 +92,8 @@ _own = _Own()
 # threads that recorded nodes under a block
 _threads: weakref.WeakKeyDictionary[threading.Thread, ThreadBlocks] = weakref.WeakKeyDictionary()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
+# what blocks of a comm enter besides
+BESIDE: weakref.WeakKeyDictionary[Comm, Callable[[Comm], AbstractContextManager[object]]] = weakref.WeakKeyDictionary()
 _left: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms whose last block ended with an error, maybe on this rank alone
 
 
@@ -128,8 +130,13 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     own.open.append(block)
     if block.within < 0:
         _threads[threading.current_thread()] = own
+    beside = BESIDE.get(comm)
     try:
-        yield around
+        if beside is None:
+            yield around
+        else:
+            with beside(comm):
+                yield around
     except BaseException:
         _left.add(comm)
         raise

@@ -737,6 +737,40 @@ def test_a_forward_is_surrounded_by_its_plan_or_is_of_one_rank() -> None:
     assert all(run_threads(2, rank))
 
 
+@pytest.mark.parametrize("way", ["itself", "sdpa", "local"])
+def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa_or_alone(way: str) -> None:
+    torch.manual_seed(1)
+    model, x = Model(), WHOLE[0].flatten(1)
+    out = model(x[None])
+
+    def rank(comm: Comm) -> Tensor:
+        own = Model()
+        own.load_state_dict(model.state_dict())
+        rows = seqpar.shard(x, PLAN, comm.rank)[None]
+        handle = seqpar.parallelize(own, comm, sdpa=True)
+        with (
+            advised(
+                RuntimeError,
+                "call the model itself, enter seqpar.sdpa(plan, comm) around the call, or handle.local() if this rank "
+                "has whole sequences there",
+            ),
+            seqpar.parallel(PLAN, comm),
+        ):
+            Model.forward(own, rows)
+        with seqpar.parallel(PLAN, comm):
+            if way == "local":
+                with handle.local():
+                    return Model.forward(own, x[None])[0]
+            if way == "itself":
+                y = own(rows)
+            else:
+                with seqpar.sdpa(PLAN, comm):
+                    y = Model.forward(own, rows)
+        return seqpar.unshard(y[0], PLAN, comm)
+
+    assert all(torch.allclose(found, out[0]) for found in run_threads(2, rank))
+
+
 class Convolving(Model):
     """The model behind a causal depthwise convolution of 3 taps, PyTorch's or seqpar's."""
 

@@ -19,8 +19,9 @@ from seqpar.foreign.wrap import ParallelModel, refuse_unready
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
-from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
+from seqpar.integrations.sdpa.reroute import Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
+from seqpar.integrations.sdpa.watch import Local, watch
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
@@ -65,6 +66,7 @@ def parallelize(
     handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed, numerics)
     handle.put_around(model, forward)
     handle.on_undo(forward.close)
+    watch(handle, local)
     return handle
 
 

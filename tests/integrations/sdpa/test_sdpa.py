@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
+from torch.overrides import _get_current_function_mode, _len_torch_function_stack
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import seqpar
@@ -705,6 +707,97 @@ def test_forwards_of_a_parallelized_model_drop_pairs_of_their_own() -> None:
     again = made(dropout_p=0.5)
     parallelize(again, comm, plan=plan, dropout_seed=1)
     assert torch.equal(again(x), first) and torch.equal(again(x), second)
+
+
+class Halves(nn.Sequential):
+    """Blocks on [1, T, E], with a method that runs them."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return nn.Sequential.forward(self, x)  # type: ignore[no-any-return]
+
+
+def halves() -> Halves:
+    return Halves(nn.Linear(E, E), Block(), Block())
+
+
+def with_another_forward(model: Halves) -> Halves:
+    model.forward = MethodType(lambda self, x: self.run(x), model)  # type: ignore[method-assign]
+    return model
+
+
+OUTSIDE: dict[str, Callable[[Halves, Tensor], Tensor]] = {
+    "method": lambda model, x: model.run(x),
+    "part": lambda model, x: model[1](x),
+    "slices": lambda model, x: model[2:](model[:2](x)),
+    "forward of the class": lambda model, x: type(model).forward(model, x),
+    "later forward": lambda model, x: with_another_forward(model)(x),
+    "function": lambda model, x: F.scaled_dot_product_attention(*[model[0](x)[None]] * 3, is_causal=True),
+}
+
+
+def calling(model: nn.Module, x: Tensor, way: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    return way(model, x)
+
+
+@pytest.mark.parametrize("way", OUTSIDE)
+def test_what_a_parallel_model_attends_to_outside_its_forward_raises(way: str) -> None:
+    model, mask = made(halves), Mask(DOCUMENTS)
+
+    def rank(comm: Comm) -> None:
+        own, plan = copy.deepcopy(model), PLANS["ring"](mask, comm.size)
+        x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
+        parallelize(own, comm)
+        with pytest.raises(RuntimeError, match="sdpa: .* of a parallel Halves calls"), seqpar.parallel(plan, comm):
+            calling(own, x, OUTSIDE[way])
+
+    run_threads(2, rank)
+
+
+def test_what_needs_no_other_rank_may_run_beside_a_parallel_model() -> None:
+    model, mask = made(halves), Mask(DOCUMENTS)
+
+    def rank(comm: Comm) -> None:
+        own, plan = copy.deepcopy(model), PLANS["ring"](mask, comm.size)
+        x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
+        whole = torch.randn(1, 5, E, dtype=torch.float64)
+        expected, mine = model(whole), model[0](x)
+        handle = parallelize(own, comm, local=lambda query, key: key.shape[-2] == 5)
+        with seqpar.parallel(plan, comm):
+            assert torch.equal(own[0](x), mine), "a part computes rows one by one"
+            assert torch.equal(model(whole), expected), "another model is whole on every rank"
+            assert torch.equal(own.run(whole), expected), "local= names the call"
+            with handle.local():
+                assert torch.equal(own.run(x), model(x))
+            y = own(x)
+            with seqpar.sdpa(plan, comm):
+                assert torch.equal(own.run(x), y)
+            assert torch.equal(own(x), y)
+            assert _get_current_function_mode() is not None
+        handle.undo()
+        with seqpar.parallel(plan, comm):
+            assert _get_current_function_mode() is None
+            assert torch.equal(own.run(x), model(x))
+
+    run_threads(2, rank)
+
+
+def test_what_watches_is_off_inside_the_forward_and_on_again_after_an_error() -> None:
+    model, plan = made(halves), PLANS["ring"](Mask(DOCUMENTS), 2)
+
+    def rank(comm: Comm) -> None:
+        own, inside = copy.deepcopy(model), list[int]()
+        x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
+        parallelize(own, comm)
+        own[0].register_forward_pre_hook(lambda *_: inside.append(_len_torch_function_stack()))
+        with seqpar.parallel(plan, comm):
+            own(x)
+            assert inside[-1] == 1, "calls of torch are slower under each mode"
+            with pytest.raises(RuntimeError, match="shapes"):
+                own(x[..., 1:])
+            assert _len_torch_function_stack() == 1
+        assert _len_torch_function_stack() == 0
+
+    run_threads(2, rank)
 
 
 def call(q: Tensor, rows: int | None = None, **options: Any) -> Tensor:
