@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any, TypeVar
+from weakref import ref
 
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
@@ -50,8 +51,11 @@ class Around:
     """A module's forward, replaced by ``around(module, forward, *args, **kwargs)``.
 
     handle: while it is asleep, calls go to the forward alone. A copy of the module has the same around its own forward,
-    and no handle if it is a part of a copy of the whole model: that stays parallel.
+    and no handle if it is a part of a copy of the whole model: `undo` does not reach that, and `local` of the handle
+    that it was copied under does.
     """
+
+    copied_under: ref[ParallelModel] | None = None
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], around: Callable[..., Any],
@@ -60,6 +64,14 @@ class Around:
         self.module, self.forward, self.around, self.handle = module, forward, around, handle
         self.method, self.written = method, getattr(type(module), method, None)
         update_wrapper(self, forward, updated=())  # for code that inspects the signature
+
+    @property
+    def asleep(self) -> bool:
+        """Whether calls go to the forward alone."""
+        if self.handle is not None:
+            return self.handle.asleep
+        first = None if self.copied_under is None else self.copied_under()
+        return first is not None and first.asleep and not first.over
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -70,7 +82,7 @@ class Around:
                     "accelerate has bound to it under mixed precision, and would compute with other weights"
                 )
             args = args[1:]
-        if self.handle is not None and self.handle.asleep:
+        if self.asleep:
             return self.forward(*args, **kwargs)
         if getattr(type(self.module), self.method, None) is not self.written:
             raise NotImplementedError(
@@ -87,9 +99,12 @@ class Around:
         raise AttributeError(f"a parallel {type(self.__dict__.get('module')).__name__}: {name}: {why}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Around:
-        copied = self.handle is None or id(self.handle.model) in memo
         module, forward = copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo)
-        return Around(module, forward, self.around, None if copied else self.handle, self.method)
+        twin = Around(module, forward, self.around, self.handle, self.method)
+        twin.copied_under = self.copied_under
+        if self.handle is not None and id(self.handle.model) in memo:
+            twin.handle, twin.copied_under = None, ref(self.handle)
+        return twin
 
     def __reduce__(self) -> Any:
         """Raise: a pickled `Around` would be useless."""
@@ -101,10 +116,11 @@ class ParallelModel:
     """A model whose forwards run on all ranks of a comm, until `undo` or the end of a ``with`` block.
 
     model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are currently the model's own.
+    over: whether the model was restored.
     """
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
-        self.model, self.comm, self.asleep, self._over = model, comm, False, False
+        self.model, self.comm, self.asleep, self.over = model, comm, False, False
         self._undone, self._arounds = ExitStack(), list[Around]()
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
@@ -124,17 +140,17 @@ class ParallelModel:
 
         Wrappers that were put around a forward meanwhile stay, and call the original forward.
         """
-        self.asleep = self._over = True
+        self.asleep = self.over = True
         self._undone.close()
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, the model is as before, on this rank alone."""
+        """Inside, the model and its copies are as before, on this rank alone."""
         before, self.asleep = self.asleep, True
         try:
             yield
         finally:
-            self.asleep = before or self._over
+            self.asleep = before or self.over
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -193,7 +209,7 @@ def is_surrounded(module: nn.Module) -> bool:
     while due:
         wrapper = due.pop()
         if isinstance(wrapper, Around):
-            if wrapper.handle is None or not wrapper.handle.asleep:
+            if not wrapper.asleep:
                 return True
             due.append(wrapper.forward)
         elif id(wrapper) not in seen and len(seen) < INSIDE and not isinstance(wrapper, (nn.Module, type)):
@@ -228,13 +244,19 @@ def refuse_unready(model: nn.Module) -> None:
                 f"{type(module).__name__}, {name or 'the model'}, has no weights before its first forward; "
                 "run the model once, then make it parallel"
             )
-    already = [
-        type(module).__name__ for module in model.modules()
-        if PARALLEL in vars(module) or any(isinstance(vars(x).get(name), Around) for x, name in places_of(module))
-    ]  # fmt: skip
-    if already:
-        within = "" if already[0] == type(model).__name__ else f" in {type(model).__name__}"
-        raise ValueError(f"{already[0]}{within} is parallel already; call undo() of that handle first")
+    for module in model.modules():
+        forwards = [vars(owner).get(name) for owner, name in places_of(module)]
+        arounds = [each for each in forwards if isinstance(each, Around)]
+        if not arounds and PARALLEL not in vars(module):
+            continue
+        kind, whole = type(module).__name__, type(model).__name__
+        within = "" if kind == whole else f" in {whole}"
+        if any(each.copied_under is not None for each in arounds):
+            raise ValueError(
+                f"{kind}{within} is a copy of a parallel model, and has its parallel forward for good; copy a model "
+                "before it is parallel or after undo(), or load the copy's state_dict() into a new one"
+            )
+        raise ValueError(f"{kind}{within} is parallel already; call undo() of that handle first")
 
 
 def check_makes_plans(model: nn.Module, plan: object, takes: str) -> None:

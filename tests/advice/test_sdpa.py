@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -769,6 +770,25 @@ def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa_or_alo
         return seqpar.unshard(y[0], PLAN, comm)
 
     assert all(torch.allclose(found, out[0]) for found in run_threads(2, rank))
+
+
+def test_a_copy_of_a_parallel_model_is_made_before_or_after_or_anew() -> None:
+    torch.manual_seed(1)
+    model, x = Model(), WHOLE[0].flatten(1)[None]
+    out, before = model(x), copy.deepcopy(model)
+    handle = seqpar.parallelize(model, LocalComm(), sdpa=True, plan=ALONE)
+    twin = copy.deepcopy(model)
+    with advised(
+        ValueError,
+        "copy a model before it is parallel or after undo(), or load the copy's state_dict() into a new one",
+    ):
+        seqpar.parallelize(twin, LocalComm(), sdpa=True, plan=ALONE)
+    handle.undo()
+    anew = Model()
+    anew.load_state_dict(twin.state_dict())
+    for each in (before, copy.deepcopy(model), anew):
+        seqpar.parallelize(each, LocalComm(), sdpa=True, plan=ALONE)
+        assert torch.allclose(each(x), out)
 
 
 class Convolving(Model):

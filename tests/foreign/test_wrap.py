@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -88,6 +90,24 @@ def test_a_copy_has_the_same_around_its_own_forward_whatever_the_first_does() ->
     nn.init.constant_(twin.inner.weight, 5.0)
     handle.undo()
     assert (model(X).item(), twin(X).item()) == (2, 7)
+
+
+def test_a_copy_is_alone_inside_local_as_the_first_is() -> None:
+    model, handle = parallel()
+    twins = copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))
+    for twin in twins:
+        with handle.local():
+            assert (twin(X).item(), is_surrounded(twin)) == (2, False)
+        assert (twin(X).item(), is_surrounded(twin)) == (4, True)
+        with pytest.raises(ValueError, match="Doubling is a copy of a parallel model"):
+            refuse_unready(twin)
+    with handle.local():
+        handle.undo()
+        assert [twin(X).item() for twin in twins] == [4, 4]
+    first = weakref.ref(model)
+    del model, handle
+    gc.collect()
+    assert first() is None and [twin(X).item() for twin in twins] == [4, 4]
 
 
 def test_an_exporter_is_told_to_undo() -> None:
