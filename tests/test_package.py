@@ -102,8 +102,8 @@ ORDER = {
     "foreign": "randomness asleep kinds rounding wrap hooks saved_state code fingerprint weights gradients __init__",
     "integrations": """
         adapters hf hf/config probe
-        probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial probe/calls
-        probe/inspection
+        probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial
+        probe/inspection probe/calls
         sdpa/fused sdpa/mask sdpa/trials sdpa/watch sdpa/reroute sdpa/model sdpa
         hf/mask hf/forward hf/sizes hf/shape hf/weights hf/wide hf/planning hf/worth hf/ahead hf/attention hf/registry
         hf/generation

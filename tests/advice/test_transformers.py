@@ -57,6 +57,25 @@ def is_right(model: nn.Module, **more: Any) -> bool:
     return loss_of(model, **more) == pytest.approx(LOSS, rel=1e-5)
 
 
+def test_windows_are_known_without_sdpa() -> None:
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8)).train()
+    documents = [torch.arange(1, 13)[None], torch.arange(13, 1, -1)[None]]
+    expected = sum(float(model(input_ids=each, labels=each).loss) for each in documents) / 2
+    plan = Plan(Mask([12]), Layout.contiguous(12, 2))
+
+    def rank(comm: Comm) -> float:
+        own, at = copy.deepcopy(model), torch.from_numpy(plan.rope_positions(comm.rank))[None]
+        with (
+            seqpar.parallelize(own, comm, sdpa=True, plan=plan),
+            advised(NotImplementedError, "leave out sdpa=True, as parallelize alone knows the windows of the model"),
+        ):
+            own(input_ids=at + 1, position_ids=at, use_cache=False)
+        with seqpar.parallelize(own, comm):
+            return float(own(input_ids=documents[comm.rank], labels=documents[comm.rank]).loss)
+
+    assert run_threads(2, rank) == pytest.approx([expected] * 2, rel=1e-5)
+
+
 def test_models_get_configs_of_their_own() -> None:
     config = copy.deepcopy(build("llama").config)
 

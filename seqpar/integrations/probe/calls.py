@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from types import FrameType
@@ -30,6 +30,7 @@ from seqpar.comm import Comm
 from seqpar.foreign.asleep import awakened
 from seqpar.foreign.code import Code, KnownCodes, autocast_dtypes
 from seqpar.integrations.probe.compare import Verdict
+from seqpar.integrations.probe.inspection import windows_of
 from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.probe.trial import READINGS, try_model
@@ -63,13 +64,15 @@ class CallHistory(NamedTuple):
 class ModelHistory:
     """What a comm knows of a model. codes: its code on each rank -> the ways in which it was called since.
 
-    tried: of a model that is tried once for each mode, whether it was training -> `Code.written` then.
+    tried: of a model that is tried once for each mode, whether it was training -> `Code.written` then. windows: those
+    of `windows_of`.
     """
 
     def __init__(self) -> None:
         self.codes: dict[Hashable, dict[Key, CallHistory]] = {}
         self.tried: dict[bool, int] = {}
         self._known = KnownCodes()
+        self.windows: tuple[int, ...] | None = None
 
     def of(self, codes: Sequence[Code]) -> dict[Key, CallHistory]:
         """The ways in which a model of such codes was called, the same on all ranks, which ask for the same codes."""
@@ -115,6 +118,24 @@ class ModelCall:
             self.key = model.training
         if self.once:  # ranks of other comms, with other plans and codes, may be in the same forward
             self.sizes, self.known = frozenset({("any", 0)}), self.history.of([])
+
+    def check_windows(self, arguments: Iterable[Any]) -> None:
+        """Raise NotImplementedError if a rank has too few rows for the model to make the mask of its window.
+
+        An argument may be the mask. All ranks know the plan, and raise.
+        """
+        if self.history.windows is None:
+            self.history.windows = windows_of(self.model)
+        plan = self.plan
+        for window in (size for size in self.history.windows if size < self.longest):
+            fewer = next((rank for rank in range(plan.ranks) if 0 < plan.rows(rank) < window), None)
+            if fewer is not None and not any(isinstance(x, dict) or getattr(x, "ndim", 0) == 4 for x in arguments):
+                raise NotImplementedError(
+                    f"sdpa: {type(self.model).__name__} attends in windows or chunks of {window} tokens, and "
+                    f"transformers makes their mask for a document of {self.longest} tokens on one process, but not "
+                    f"for the {plan.rows(fewer)} rows of rank {fewer}; leave out sdpa=True, as parallelize alone "
+                    "knows the windows of the model"
+                )
 
     def is_new(self) -> bool:
         """Whether no call like it has been tried."""

@@ -56,6 +56,22 @@ def renorming(model: nn.Module) -> list[str]:
     )
 
 
+def windows_of(model: nn.Module) -> tuple[int, ...]:
+    """The windows and chunks of attention in the configs of transformers models, in tokens, smallest first.
+
+    Such a model makes no mask for them where it gets fewer rows.
+    """
+    found = set[int]()
+    for inner in _of_transformers(model):
+        for config in (inner.config, inner.config.get_text_config()):
+            kinds = getattr(config, "layer_types", None)
+            for name, kind in ("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention"):
+                size = getattr(config, name, None)
+                if isinstance(size, int) and (kinds is None or kind in kinds):
+                    found.add(size)
+    return tuple(sorted(found))
+
+
 def _of_transformers(model: nn.Module) -> list[Any]:
     """The transformers models in a module, without those nested in others."""
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)

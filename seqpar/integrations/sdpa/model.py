@@ -143,6 +143,7 @@ class _Forward:
         own = code_among(self.comm.size, model.modules())
         codes = self.comm.gather(f"sdpa: what {type(model).__name__} runs", own)
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), codes, own)
+        call.check_windows((*args, *kwargs.values()))
         if not call.is_due():
             return call.changed()
         if model.training and (reasons := dropping(model) + renorming(model)):

@@ -78,6 +78,27 @@ def test_what_computes_every_token_alone_is_exact(name: str, way: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("way", ["block", "parallelize"])
+def test_a_window_whose_mask_is_not_made_for_a_ranks_rows_is_refused(way: str) -> None:
+    rows = TOKENS // 2
+    for kind, window in (("Mistral", rows + 4), ("Mistral", TOKENS), ("Qwen2", rows + 4)):
+        model = build(kind, {"sliding_window": window})  # which Qwen2 ignores without use_sliding_window
+        with torch.no_grad():
+            expected = model(torch.arange(TOKENS)[None] * 7 % VOCABULARY, use_cache=False).logits
+        mask = None
+        if (kind, window) == ("Mistral", rows + 4):
+
+            def refused(comm: Comm, model: Any = model) -> bool:
+                with pytest.raises(NotImplementedError, match=f"in windows or chunks of {rows + 4} tokens"):
+                    logits(comm, model, way)
+                return True
+
+            assert all(run_threads(2, refused))
+            mask = torch.ones(TOKENS, TOKENS).tril().triu(1 - window).bool()
+        found = torch.cat(run_threads(2, logits, model, way, None, mask), 1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
 def test_generate_runs_where_the_model_is_as_before() -> None:
     model = build(*ALONE["llama"]).eval()
     prompts = [torch.arange(2, 9)[None], torch.arange(4, 8)[None]]
