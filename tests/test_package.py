@@ -105,13 +105,14 @@ ORDER = {
         probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial
         probe/inspection probe/calls
         sdpa/fused sdpa/mask sdpa/trials sdpa/watch sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/sizes hf/shape hf/weights hf/wide hf/planning hf/worth hf/ahead hf/attention hf/registry
+        hf/mask hf/forward hf/sizes hf/shape hf/planning hf/worth hf/ahead hf/attention hf/registry
         hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted
-        hf/twin hf/logits hf/trial hf/towers
-        hf/fit hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision
+        hf/logits hf/towers
+        hf/trial hf/trial/weights hf/trial/wide hf/trial/twin hf/trial/runs hf/trial/fit
+        hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

@@ -37,7 +37,6 @@ from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, numbered
 from seqpar.integrations.hf.config import ASKED, text_of
-from seqpar.integrations.hf.fit import fitting
 from seqpar.integrations.hf.forward import Forward, during, planned
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall
@@ -65,7 +64,8 @@ from seqpar.integrations.hf.request import (
     too_few,
 )
 from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, lengthy, turn
-from seqpar.integrations.hf.trial import plain
+from seqpar.integrations.hf.trial.fit import fitting
+from seqpar.integrations.hf.trial.runs import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
 from seqpar.integrations.hf.worth import Worth
 from seqpar.ops.attention.signature import Accuracy, Numerics

@@ -17,7 +17,7 @@ from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weigh
 from seqpar.integrations.hf.heads import POOLER, pooled_of
 from seqpar.integrations.hf.logits import softcapped
 from seqpar.integrations.hf.request import Request
-from seqpar.integrations.hf.trial import PER_TOKEN, ModelFit
+from seqpar.integrations.hf.trial.runs import PER_TOKEN, ModelFit
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy

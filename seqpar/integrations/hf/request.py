@@ -21,7 +21,7 @@ from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.forward import inside
 from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
-from seqpar.integrations.hf.trial import ModelFit
+from seqpar.integrations.hf.trial.runs import ModelFit
 from seqpar.ops.core.backward import backward_pass
 
 # Entries of a batch with a value per token, and entries that mark documents.

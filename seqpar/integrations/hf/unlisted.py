@@ -3,7 +3,7 @@
 Most are of models from before that interface: their classes compute scores, masks and ALiBi biases inline. Some have a
 method for the product alone, ``_attn``, which is replaced; of the others the whole forward is written anew here, from
 their own projections. Whether it computes what the class does is tried on a few tokens when a model becomes parallel
-(`seqpar.integrations.hf.trial`).
+(`seqpar.integrations.hf.trial.runs`).
 
     ALiBi    a bias of keys, slope * position, is -slope * distance but for a constant in each row, which softmax drops.
              Falcon's is not served: transformers rounds it to bf16, and adds it twice with its "eager" attention.

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from seqpar.integrations.hf.shape import shape_of
-from seqpar.integrations.hf.twin import WIDTH, _shrink
+from seqpar.integrations.hf.trial.twin import WIDTH, _shrink
 
 LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"]
 HEADS = ["num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads", "attention_heads"]

@@ -1,7 +1,7 @@
 """Which modules of transformers are mixers that seqpar computes, and how they find their plan.
 
 Their name says which function replaces their forward. Whether that computes what the module does is tried on a few
-tokens when a model becomes parallel (`seqpar.integrations.hf.trial`).
+tokens when a model becomes parallel (`seqpar.integrations.hf.trial.runs`).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from seqpar.foreign.kinds import kind_of, name_of
 from seqpar.foreign.wrap import Around, replaced
 from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
+from seqpar.integrations.hf.trial.weights import NoWeights
 from seqpar.integrations.hf.unlisted import rewritten
-from seqpar.integrations.hf.weights import NoWeights
 
 _making = threading.Lock()  # the generator is one for all threads
 VOCABULARY, WIDTH, EXPERTS = 64, 48, 4

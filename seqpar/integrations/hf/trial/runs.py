@@ -38,9 +38,9 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.trial.weights import check_shown
+from seqpar.integrations.hf.trial.wide import quantised, wide
 from seqpar.integrations.hf.unlisted import unlisted
-from seqpar.integrations.hf.weights import check_shown
-from seqpar.integrations.hf.wide import quantised, wide
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import parallel

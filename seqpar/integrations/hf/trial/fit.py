@@ -1,7 +1,7 @@
 """Whether a transformers model can be computed row by row: only its attention and known mixers look at other rows.
 
-First the class, config and modules are checked, then a few tokens are tried (`seqpar.integrations.hf.trial`). For a
-model that is refused, other ways to compute it are tried, and the error names one that works.
+First the class, config and modules are checked, then a few tokens are tried (`runs`). For a model that is refused,
+other ways to compute it are tried, and the error names one that works.
 """
 
 from __future__ import annotations
@@ -23,10 +23,20 @@ from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.towers import MEDIA
-from seqpar.integrations.hf.trial import NO_MASK, NO_ROWS, POOLED, TOKENS, ModelFit, TrialRuns, findings, precise, quiet
-from seqpar.integrations.hf.twin import elsewhere, twin_of, unlike
+from seqpar.integrations.hf.trial.runs import (
+    NO_MASK,
+    NO_ROWS,
+    POOLED,
+    TOKENS,
+    ModelFit,
+    TrialRuns,
+    findings,
+    precise,
+    quiet,
+)
+from seqpar.integrations.hf.trial.twin import elsewhere, twin_of, unlike
+from seqpar.integrations.hf.trial.weights import NoWeights, check_weights
 from seqpar.integrations.hf.unlisted import unlisted
-from seqpar.integrations.hf.weights import NoWeights, check_weights
 from seqpar.integrations.probe.inspection import dropping
 from seqpar.integrations.sdpa.reroute import sdpa
 from seqpar.integrations.sdpa.trials import untried

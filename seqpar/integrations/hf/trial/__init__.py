@@ -1,0 +1,1 @@
+"""What a transformers model computes outside attention and known mixers, found out before it becomes parallel."""
