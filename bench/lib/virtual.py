@@ -129,6 +129,9 @@ class Tape:
     def abort(self, reason: str) -> None:
         """Nothing: nobody waits."""
 
+    def close(self) -> None:
+        """Nothing: it has no connections."""
+
 
 class _Sub:
     """A tape as some of its ranks see it; verbs are numbered as on the whole tape."""

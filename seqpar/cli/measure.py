@@ -125,6 +125,9 @@ class Alone:
     def abort(self, reason: str) -> None:
         """Nothing: no rank waits."""
 
+    def close(self) -> None:
+        """Nothing: it has no connections."""
+
 
 def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
     """``start() -> stop() -> seconds`` of computation. On CUDA: events on the current stream.
