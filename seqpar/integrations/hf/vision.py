@@ -50,13 +50,15 @@ class Bringing:
     module: the model that was called. given: the names of its arguments. asked: those of them that the text model does
     not get from the model's own code. blank: runs of towers on blank inputs. rules, ids: of the masks that were made on
     the way: each without blocks and how it has them, and the number of each token's block, [B, S]. blocks: of the
-    union. call, own: the request and the share. refused: whether all ranks refused the batch.
+    union. call, own: the request and the share. refused: whether all ranks refused the batch. keep: the rows that the
+    head gets, last ones or by their numbers; None for all.
     """
 
     def __init__(
-        self, module: PreTrainedModel, given: Collection[str], asked: dict[str, Any], blank: list[Callable[[], Any]]
+        self, module: PreTrainedModel, given: Collection[str], asked: dict[str, Any], blank: list[Callable[[], Any]],
+        keep: int | Tensor | None,
     ) -> None:  # fmt: skip
-        self.module, self.given, self.asked, self.blank = module, given, asked, blank
+        self.module, self.given, self.asked, self.blank, self.keep = module, given, asked, blank, keep
         self.rules: dict[Rule, str] = {}
         self.ids: Tensor | None = None
         self.padding: Tensor | None = None
@@ -122,6 +124,12 @@ class ParallelVision(ParallelTransformer):
         rows = self._rows(bringing, args, named)
         return self._run(before, bringing.own, rows)
 
+    def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        super()._keep_hidden(module, args, out)
+        keep = None if self._bringing is None else self._bringing.keep
+        if keep is not None:  # Gemma 4's own code cuts rows only where they are as many as the batch is wide
+            out.last_hidden_state = out.last_hidden_state[:, slice(-keep, None) if isinstance(keep, int) else keep]
+
     @partial(torch.compiler.disable, recursive=False)
     def _bring(
         self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
@@ -172,7 +180,7 @@ class ParallelVision(ParallelTransformer):
         if chunked:
             none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             own["logits_to_keep"] = TOLD if self._afterwards.scaled else none
-        return Bringing(module, given, asked, blank), own, chunked
+        return Bringing(module, given, asked, blank, own.get("logits_to_keep")), own, chunked
 
     @uncompiled
     def _rows(self, bringing: Bringing, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

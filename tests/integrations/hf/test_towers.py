@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import seqpar
-from seqpar import Comm
+from seqpar import Comm, LocalComm
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.vision import ParallelVision
 from seqpar.testing import run_threads
@@ -95,7 +95,7 @@ def test_features_of_sound_come_home_as_they_are() -> None:
     assert torch.allclose(torch.cat([out.last_hidden_state for out in found]), expected.last_hidden_state)
 
 
-def test_images_before_layers_that_share_keys() -> None:
+def test_images_before_layers_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4 would cut the inputs of those layers to the rows whose logits are asked for."""
     config = transformers.Gemma4Config(
         text_config=TEXT | {
@@ -114,6 +114,18 @@ def test_images_before_layers_that_share_keys() -> None:
     ids[1, :, 3:7] = SEEN["image"]
     patches = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
     stepped(model, ids, pixel_values=torch.rand(1, 16, 48).double(), image_position_ids=patches)
+    given, forward = list[int](), torch.nn.Linear.forward
+
+    def noting(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+        if layer is model.lm_head:
+            given.append(x.shape[1])
+        return forward(layer, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noting)  # a hook of the head's would have logits made
+    with seqpar.parallelize(model, LocalComm()):
+        given.clear()
+        model(input_ids=ids[0].expand(2, -1), labels=ids[0].expand(2, -1)).loss.backward()
+    assert given == [0], "the head makes no logits where the loss needs none"
 
 
 def test_a_model_that_trains_only_with_token_types() -> None:
