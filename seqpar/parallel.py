@@ -7,15 +7,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from seqpar.comm import Comm
 from seqpar.comm.local import warn_alone
 from seqpar.ops import bind
 from seqpar.ops.core.backward import backward_pass, next_node, node_under_way
+from seqpar.ops.core.collective_op import layer_calls
 from seqpar.plan import Plan
 
 
@@ -92,8 +93,8 @@ _own = _Own()
 # threads that recorded nodes under a block
 _threads: weakref.WeakKeyDictionary[threading.Thread, ThreadBlocks] = weakref.WeakKeyDictionary()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
-# what blocks of a comm enter besides
-BESIDE: weakref.WeakKeyDictionary[Comm, Callable[[Comm], AbstractContextManager[object]]] = weakref.WeakKeyDictionary()
+# called where a block of the comm ends in which something was computed, and no layer of seqpar's ran
+IDLE: weakref.WeakKeyDictionary[Comm, Callable[[], object]] = weakref.WeakKeyDictionary()
 _left: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms whose last block ended with an error, maybe on this rank alone
 
 
@@ -130,13 +131,11 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     own.open.append(block)
     if block.within < 0:
         _threads[threading.current_thread()] = own
-    beside = BESIDE.get(comm)
+    calls = layer_calls.run
     try:
-        if beside is None:
-            yield around
-        else:
-            with beside(comm):
-                yield around
+        yield around
+        if layer_calls.run == calls and comm in IDLE and (next_node() > block.first or not is_grad_enabled()):
+            IDLE[comm]()
     except BaseException:
         _left.add(comm)
         raise

@@ -71,7 +71,7 @@ class Around:
         if self.handle is not None:
             return self.handle.asleep
         first = None if self.copied_under is None else self.copied_under()
-        return first is not None and first.asleep and not first.over
+        return first is not None and first.alone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -115,12 +115,12 @@ class Around:
 class ParallelModel:
     """A model whose forwards run on all ranks of a comm, until `undo` or the end of a ``with`` block.
 
-    model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are currently the model's own.
-    over: whether the model was restored.
+    model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are currently the model's own. alone:
+    whether they are in a block of `local`, also those of copies.
     """
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
-        self.model, self.comm, self.asleep, self.over = model, comm, False, False
+        self.model, self.comm, self.asleep, self.alone, self._over = model, comm, False, False, False
         self._undone, self._arounds = ExitStack(), list[Around]()
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
@@ -140,17 +140,18 @@ class ParallelModel:
 
         Wrappers that were put around a forward meanwhile stay, and call the original forward.
         """
-        self.asleep = self.over = True
+        self.asleep = self._over = True
         self._undone.close()
 
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the model and its copies are as before, on this rank alone."""
-        before, self.asleep = self.asleep, True
+        before = self.asleep, self.alone
+        self.asleep = self.alone = True
         try:
             yield
         finally:
-            self.asleep = before or self.over
+            self.asleep, self.alone = before[0] or self._over, before[1]
 
     @contextmanager
     def again(self) -> Iterator[None]:

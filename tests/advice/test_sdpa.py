@@ -738,8 +738,8 @@ def test_a_forward_is_surrounded_by_its_plan_or_is_of_one_rank() -> None:
     assert all(run_threads(2, rank))
 
 
-@pytest.mark.parametrize("way", ["itself", "sdpa", "local"])
-def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa_or_alone(way: str) -> None:
+@pytest.mark.parametrize("way", ["itself", "sdpa"])
+def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa(way: str) -> None:
     torch.manual_seed(1)
     model, x = Model(), WHOLE[0].flatten(1)
     out = model(x[None])
@@ -748,20 +748,10 @@ def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa_or_alo
         own = Model()
         own.load_state_dict(model.state_dict())
         rows = seqpar.shard(x, PLAN, comm.rank)[None]
-        handle = seqpar.parallelize(own, comm, sdpa=True)
-        with (
-            advised(
-                RuntimeError,
-                "call the model itself, enter seqpar.sdpa(plan, comm) around the call, or handle.local() if this rank "
-                "has whole sequences there",
-            ),
-            seqpar.parallel(PLAN, comm),
-        ):
+        seqpar.parallelize(own, comm, sdpa=True)
+        with seqpar.parallel(PLAN, comm):
             Model.forward(own, rows)
         with seqpar.parallel(PLAN, comm):
-            if way == "local":
-                with handle.local():
-                    return Model.forward(own, x[None])[0]
             if way == "itself":
                 y = own(rows)
             else:
@@ -769,7 +759,9 @@ def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa_or_alo
                     y = Model.forward(own, rows)
         return seqpar.unshard(y[0], PLAN, comm)
 
-    assert all(torch.allclose(found, out[0]) for found in run_threads(2, rank))
+    with advised(UserWarning, "call the model itself, or enter seqpar.sdpa(plan, comm) around the call"):
+        found = run_threads(2, rank)
+    assert all(torch.allclose(each, out[0]) for each in found)
 
 
 def test_a_copy_of_a_parallel_model_is_made_before_or_after_or_anew() -> None:

@@ -103,7 +103,10 @@ def test_a_copy_is_alone_inside_local_as_the_first_is() -> None:
             refuse_unready(twin)
     with handle.local():
         handle.undo()
-        assert [twin(X).item() for twin in twins] == [4, 4]
+        assert [twin(X).item() for twin in twins] == [2, 2]
+    assert [twin(X).item() for twin in twins] == [4, 4], "undo does not reach copies"
+    with handle.local():
+        assert [twin(X).item() for twin in twins] == [2, 2]
     first = weakref.ref(model)
     del model, handle
     gc.collect()

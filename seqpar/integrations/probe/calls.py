@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from types import FrameType
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.foreign.asleep import awakened
 from seqpar.foreign.code import Code, KnownCodes, autocast_dtypes
+from seqpar.foreign.fingerprint import leaves
 from seqpar.integrations.probe.compare import Verdict
 from seqpar.integrations.probe.inspection import windows_of
 from seqpar.integrations.probe.rows import Positions
@@ -92,6 +93,11 @@ def history_of(model: nn.Module, comm: Comm) -> ModelHistory:
     return _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, ModelHistory())
 
 
+def _is_mask(x: Tensor, plan: Plan) -> bool:
+    """Whether a tensor may be a mask [B, heads, rows, keys] of all keys."""
+    return x.dim() == 4 and x.shape[-1] == plan.mask.kv_tokens
+
+
 class ModelCall:
     """A call of a model, to be tried unless one like it was.
 
@@ -119,22 +125,24 @@ class ModelCall:
         if self.once:  # ranks of other comms, with other plans and codes, may be in the same forward
             self.sizes, self.known = frozenset({("any", 0)}), self.history.of([])
 
-    def check_windows(self, arguments: Iterable[Any]) -> None:
-        """Raise NotImplementedError if a rank has too few rows for the model to make the mask of its window.
+    def check_windows(self, arguments: Any) -> None:
+        """Raise NotImplementedError on every rank if some has too few rows for the model to make its window's mask.
 
-        An argument may be the mask. All ranks know the plan, and raise.
+        Masks over all keys among the arguments of all ranks serve instead. A collective if there are too few rows.
         """
         if self.history.windows is None:
             self.history.windows = windows_of(self.model)
-        plan = self.plan
+        plan, kind = self.plan, type(self.model).__name__
         for window in (size for size in self.history.windows if size < self.longest):
             fewer = next((rank for rank in range(plan.ranks) if 0 < plan.rows(rank) < window), None)
-            if fewer is not None and not any(isinstance(x, dict) or getattr(x, "ndim", 0) == 4 for x in arguments):
+            if fewer is None:
+                continue
+            masked = any(isinstance(x, Tensor) and _is_mask(x, plan) for _, x in leaves(arguments))
+            if not all(self.comm.gather(f"sdpa: whether {kind} gets masks", masked)):
                 raise NotImplementedError(
-                    f"sdpa: {type(self.model).__name__} attends in windows or chunks of {window} tokens, and "
-                    f"transformers makes their mask for a document of {self.longest} tokens on one process, but not "
-                    f"for the {plan.rows(fewer)} rows of rank {fewer}; leave out sdpa=True, as parallelize alone "
-                    "knows the windows of the model"
+                    f"sdpa: {kind} attends in windows or chunks of {window} tokens, and transformers makes their mask "
+                    f"for a document of {self.longest} tokens on one process, but not for the {plan.rows(fewer)} rows "
+                    f"of rank {fewer}; leave out sdpa=True, as parallelize alone knows the windows of the model"
                 )
 
     def is_new(self) -> bool:

@@ -7,11 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from seqpar.foreign.kinds import kind_of
+
 # Modules that look at other tokens by design, in models of tokens.
 OVER_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
 )  # fmt: skip
 SEES = "it has modules that see other tokens"
+# in a config the size of windows and the layers with them, their mask's function, and tokens seen beside that size
+WINDOWS = (
+    ("sliding_window", "sliding_attention", "sliding_window_causal_mask", 0),
+    ("sliding_window", "sliding_attention", "bidirectional_sliding_window_mask", 1),
+    ("attention_chunk_size", "chunked_attention", "chunked_causal_mask", 0),
+)
 OF_CHANNELS = ("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 
 
@@ -57,18 +65,20 @@ def renorming(model: nn.Module) -> list[str]:
 
 
 def windows_of(model: nn.Module) -> tuple[int, ...]:
-    """The windows and chunks of attention in the configs of transformers models, in tokens, smallest first.
+    """The most tokens of a document that the windows and chunks of transformers models leave whole, ascending.
 
-    Such a model makes no mask for them where it gets fewer rows.
+    For more, such a model makes a mask, unless it gets fewer rows. Which masks it makes is known by the functions that
+    its code imports.
     """
-    found = set[int]()
-    for inner in _of_transformers(model):
-        for config in (inner.config, inner.config.get_text_config()):
+    base, found = getattr(sys.modules.get("transformers"), "PreTrainedModel", ()), set[int]()
+    for inner in (module for module in model.modules() if isinstance(module, base)):
+        makes = [name for name in vars(sys.modules[kind_of(inner).__module__]) if "mask" in name]
+        for config in getattr(inner.config, "per_layer_config", None) or [inner.config]:
             kinds = getattr(config, "layer_types", None)
-            for name, kind in ("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention"):
+            for name, kind, mask, more in WINDOWS:
                 size = getattr(config, name, None)
-                if isinstance(size, int) and (kinds is None or kind in kinds):
-                    found.add(size)
+                if isinstance(size, int) and (kinds is None or kind in kinds) and any(mask in each for each in makes):
+                    found.add(size + more)
     return tuple(sorted(found))
 
 

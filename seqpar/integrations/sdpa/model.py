@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +21,18 @@ from seqpar.foreign.wrap import ParallelModel, refuse_unready
 from seqpar.integrations.probe.calls import ModelCall, way_of
 from seqpar.integrations.probe.inspection import dropping, mixing, renorming
 from seqpar.integrations.probe.record import under_trial
-from seqpar.integrations.sdpa.reroute import Rerouting, sdpa
+from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
-from seqpar.integrations.sdpa.watch import Local, watch
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
-from seqpar.parallel import derived_seed, surrounded, surrounding
+from seqpar.parallel import IDLE, derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
 from seqpar.train.wrappers import Averaging, LossCheck
+
+_warned: WeakSet[ParallelModel] = WeakSet()  # handles that `_warn_of_idle_block` has named
 
 
 def parallelize(
@@ -66,8 +69,25 @@ def parallelize(
     handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed, numerics)
     handle.put_around(model, forward)
     handle.on_undo(forward.close)
-    watch(handle, local)
+    if plan is None and comm.size > 1:
+        IDLE[comm] = told = partial(_warn_of_idle_block, ref(handle))
+        handle.on_undo(lambda: IDLE.pop(comm) if IDLE.get(comm) is told else None)
     return handle
+
+
+def _warn_of_idle_block(handle: ref[ParallelModel]) -> None:
+    """Warn once if a block ended in which no attention was rerouted, though a model is parallel that asks for one."""
+    found = handle()
+    if found is None or found.asleep or found in _warned:
+        return
+    _warned.add(found)
+    name = type(found.model).__name__
+    warnings.warn(
+        "sdpa: no attention was rerouted inside this block of seqpar.parallel; that of a forward of the parallel "
+        f"{name} would be, but its parts and other methods see this rank's rows alone; call the model itself, or enter "
+        "seqpar.sdpa(plan, comm) around the call",
+        stacklevel=4,
+    )
 
 
 class _Forward:
@@ -143,7 +163,7 @@ class _Forward:
         own = code_among(self.comm.size, model.modules())
         codes = self.comm.gather(f"sdpa: what {type(model).__name__} runs", own)
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), codes, own)
-        call.check_windows((*args, *kwargs.values()))
+        call.check_windows((args, kwargs))
         if not call.is_due():
             return call.changed()
         if model.training and (reasons := dropping(model) + renorming(model)):

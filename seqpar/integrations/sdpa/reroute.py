@@ -30,7 +30,6 @@ from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.fused import FUSED_PATHS, attends, in_flex_attention
 from seqpar.integrations.sdpa.mask import KnownMask, is_lower_triangle, plan_under, samples_meet, seen_pairs
 from seqpar.integrations.sdpa.trials import ModelsInside
-from seqpar.integrations.sdpa.watch import REROUTED, Local, put_back, take_off
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, remember
@@ -39,6 +38,10 @@ from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
 from seqpar.parallel import derived_seed, parallel
 from seqpar.plan import Plan
+
+Local = Callable[[Tensor, Tensor], bool]
+
+_REROUTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 
 
 def sdpa(
@@ -104,7 +107,6 @@ class Rerouting(TorchFunctionMode):
         self.shapes: tuple[torch.Size, ...] = ()  # of the last call's query and key, as `local` gets them
         self.tries = tries and not again
         self.models: ModelsInside | None = None
-        self.watches = list[TorchFunctionMode]()
 
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
@@ -113,14 +115,12 @@ class Rerouting(TorchFunctionMode):
         self.calls, self.outside = self.first, under_way()
         self.models = ModelsInside(self.plan, self.comm, self._alike, sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()
-        self.watches = take_off()
         FUSED_PATHS.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        put_back(self.watches)
         switched = torch.backends.mha.get_fastpath_enabled()
         FUSED_PATHS.__exit__()
         surroundings, self.surroundings, self.outside = self.surroundings, None, []
@@ -147,7 +147,7 @@ class Rerouting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in REROUTED:
+        if func in _REROUTED:
             return self._reroute(func, args, kwargs)
         if attends(func):
             self._refuse_fused(str(func))

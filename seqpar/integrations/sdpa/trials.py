@@ -76,7 +76,8 @@ class ModelsInside:
             codes, first = [code for code, _ in found], True
             for way, (args, kwargs) in use.ways.items():
                 calls = [ModelCall(use.model, self.plan, self.comm, each, codes, use.code) for each in (None, way)]
-                calls[0].check_windows((*args, *kwargs.values()))
+                if first:
+                    calls[0].check_windows((args, kwargs))
                 calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
                 first, due = False, [call for call in calls if call.is_due()]
                 if due:

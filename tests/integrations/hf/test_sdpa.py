@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import seqpar
-from seqpar import Comm, LocalComm
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.probe.record import under_trial
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import VOCABULARY
@@ -159,3 +160,34 @@ def test_a_trial_by_sdpa_leaves_warnings_alone_and_says_nothing_of_what_it_does_
         with pytest.raises(NotImplementedError):
             seqpar.parallelize(model, LocalComm())
     assert model.seen and not any(model.seen) and not any("not known" in str(each.message) for each in warned)
+
+
+class Batched(nn.Module):
+    """A model around one of transformers, called with a batch; and pixels, which are no mask."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, torch.Tensor], pixels: torch.Tensor) -> torch.Tensor:
+        return self.model(**batch, use_cache=False).logits + 0 * pixels.mean()
+
+
+def test_a_window_inside_another_model_is_refused_on_all_ranks() -> None:
+    rows = TOKENS // 2
+    model = Batched(build("Mistral", {"sliding_window": rows + 4}))
+    plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 2))
+
+    def rank(comm: Comm) -> bool:
+        own, at = copy.deepcopy(model), torch.from_numpy(plan.positions(comm.rank))[None]
+        batch = {"input_ids": at * 7 % VOCABULARY, "position_ids": at}
+        if comm.rank == 0:  # a mask of all keys on one rank alone
+            batch["attention_mask"] = torch.ones(1, 1, rows, TOKENS).tril().bool()
+        with (
+            seqpar.parallelize(own, comm, sdpa=True, plan=plan),
+            pytest.raises(NotImplementedError, match=f"in windows or chunks of {rows + 4} tokens"),
+        ):
+            own(batch, torch.ones(1, 3, 4, 4))
+        return True
+
+    assert all(run_threads(2, rank))
