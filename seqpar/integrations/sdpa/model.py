@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ from seqpar.train import check_model
 from seqpar.train.loop import Loop
 from seqpar.train.wrappers import Averaging, LossCheck
 
-_warned: WeakSet[ParallelModel] = WeakSet()  # handles that `_warn_of_idle_block` has named
+# models that take the plan of the block around them, until a block of their comm was warned of
+_handles: WeakKeyDictionary[Comm, WeakSet[ParallelModel]] = WeakKeyDictionary()
 
 
 def parallelize(
@@ -54,7 +55,10 @@ def parallelize(
 
     Raises: TypeError for a plan that is not a Plan. From the forward: as `sdpa`; RuntimeError without a plan, given or
     surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its
-    attention: here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it.
+    attention: here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it,
+    or if a transformers model makes the mask of its window for a document but not for a rank's fewer rows.
+
+    Warns once where a `seqpar.parallel` block ends in which no attention was rerouted, as if only parts were called.
     """
     if not isinstance(plan, (Plan, type(None))):
         raise TypeError(
@@ -70,17 +74,18 @@ def parallelize(
     handle.put_around(model, forward)
     handle.on_undo(forward.close)
     if plan is None and comm.size > 1:
-        IDLE[comm] = told = partial(_warn_of_idle_block, ref(handle))
-        handle.on_undo(lambda: IDLE.pop(comm) if IDLE.get(comm) is told else None)
+        handles = _handles.setdefault(comm, WeakSet())
+        handles.add(handle)
+        IDLE[comm] = partial(_warn_of_idle_block, handles)
     return handle
 
 
-def _warn_of_idle_block(handle: ref[ParallelModel]) -> None:
+def _warn_of_idle_block(handles: WeakSet[ParallelModel]) -> None:
     """Warn once if a block ended in which no attention was rerouted, though a model is parallel that asks for one."""
-    found = handle()
-    if found is None or found.asleep or found in _warned:
+    found = next((each for each in handles if not each.asleep), None)
+    if found is None:
         return
-    _warned.add(found)
+    handles.clear()
     name = type(found.model).__name__
     warnings.warn(
         "sdpa: no attention was rerouted inside this block of seqpar.parallel; that of a forward of the parallel "

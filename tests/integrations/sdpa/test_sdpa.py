@@ -756,6 +756,22 @@ def test_a_block_that_only_attends_to_a_shard_warns_once(way: str) -> None:
     assert {each.filename for each in told} == {__file__}
 
 
+def test_a_block_warns_of_a_model_whose_successor_was_restored() -> None:
+    model, mask = made(halves), Mask(DOCUMENTS)
+
+    def rank(comm: Comm) -> None:
+        first, second = copy.deepcopy(model), copy.deepcopy(model)
+        plan = PLANS["ring"](mask, comm.size)
+        x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
+        parallelize(first, comm)
+        parallelize(second, comm).undo()
+        with seqpar.parallel(plan, comm):
+            first.run(x)
+
+    with pytest.warns(UserWarning, match=IDLE):
+        run_threads(2, rank)
+
+
 @pytest.mark.filterwarnings("error")
 def test_blocks_in_which_a_model_is_called_or_nothing_is_computed_warn_of_nothing() -> None:
     model, mask = made(halves), Mask(DOCUMENTS)
