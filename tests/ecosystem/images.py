@@ -7,7 +7,7 @@ several) or "video".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -139,3 +139,12 @@ def one_process(kind: str, model: nn.Module, documents: Sequence[Tokens]) -> Ten
         total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count += int((labels != -100).sum())
     return total / count
+
+
+def pooled_of(out: Any) -> Tensor | None:
+    """What towers made of the images of a batch, as transformers returns it since 5.24 or did before."""
+    if not hasattr(out, "image_outputs"):
+        pooled = out.image_pooler_output if hasattr(out, "image_pooler_output") else out.image_hidden_states
+    else:
+        pooled = out.image_outputs and out.image_outputs.pooler_output
+    return torch.cat(pooled) if isinstance(pooled, (list, tuple)) else pooled

@@ -341,7 +341,7 @@ def _raised(error: Exception) -> str:
     where = "" if trace is None else trace.tb_frame.f_code.co_filename
     if "/seqpar/" in where and isinstance(error, (TypeError, ValueError, RuntimeError)):
         return f"refused: {_short(error)}"
-    if "/transformers/" in where:
+    if "/transformers/" in where and not isinstance(error, AttributeError):  # which the package's own call may cause
         return f"unknown to transformers: {type(error).__name__}: {_short(error)}"
     return f"CRASHED: {type(error).__name__}: {_short(error)}"
 

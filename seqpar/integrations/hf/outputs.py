@@ -45,13 +45,9 @@ class Outputs(NamedTuple):
 
         out: of this rank's rows. hidden: the base model's, where the loss is computed without logits.
         """
-        results = {field.name: getattr(out, field.name) for field in fields(out)}
         served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if asked.routers else ()), *self.fit.pooled * (POOLER,)}
-        if other := [n for n, x in results.items() if x is not None and n not in served]:
-            raise NotImplementedError(
-                f"{type(self.model).__name__} returned {', '.join(other)}, which has no row per token and cannot "
-                "return to the batch"
-            )
+        # what else a class returns may be of one rank's rows, and is left out
+        results = {field.name: getattr(out, field.name) if field.name in served else None for field in fields(out)}
         even = None
         if results.get(LOSS) is not None:
             even = balance(results[LOGITS], self.model, own.plan, self.comm)

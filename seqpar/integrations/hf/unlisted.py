@@ -1,8 +1,9 @@
 """Layers of attention whose class does more than transformers' interface hands over, under the surrounding plan.
 
 Most are of models from before that interface: their classes compute scores, masks and ALiBi biases inline. Some have a
-method for the product alone, ``_attn``, which is replaced; of the others the whole forward is written anew here, from
-their own projections. Whether it computes what the class does is tried on a few tokens when a model becomes parallel
+method for the product alone, ``_attn``, which is replaced (from transformers 5.24 on, GPT-J and CodeGen call the
+interface in its place); of the others the whole forward is written anew here, from their own projections. Whether it
+computes what the class does is tried on a few tokens when a model becomes parallel
 (`seqpar.integrations.hf.trial.runs`).
 
     ALiBi    a bias of keys, slope * position, is -slope * distance but for a constant in each row, which softmax drops.
@@ -205,7 +206,7 @@ WHOLE = Written(CUT, uncut)
 def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
     """The layers of attention of a model that are replaced, and by what."""
     found = ((module, CLASSES.get(name_of(module))) for module in model.modules())
-    return [(module, written) for module, written in found if written is not None and written.serves(module)]
+    return [(m, written) for m, written in found if written and hasattr(m, written.method) and written.serves(m)]
 
 
 def rewritten(model: nn.Module) -> list[tuple[nn.Module, Written]]:

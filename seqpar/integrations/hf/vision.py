@@ -94,7 +94,7 @@ class ParallelVision(ParallelTransformer):
     optional = (GRID, DEEP, SEEN, EXPERTS)
     returned = (
         "hidden_states", "rope_deltas", "attention_mask",
-        *(f"{kind}_{what}" for kind in MEDIA for what in ("hidden_states", "pooler_output", "features")),
+        *(f"{kind}_{what}" for kind in MEDIA for what in ("hidden_states", "pooler_output", "features", "outputs")),
     )  # fmt: skip
 
     _bringing: Bringing | None = None

@@ -73,7 +73,8 @@ def windows_of(model: nn.Module) -> tuple[int, ...]:
     base, found = getattr(sys.modules.get("transformers"), "PreTrainedModel", ()), set[int]()
     for inner in (module for module in model.modules() if isinstance(module, base)):
         makes = [name for name in vars(sys.modules[kind_of(inner).__module__]) if "mask" in name]
-        for config in getattr(inner.config, "per_layer_config", None) or [inner.config]:
+        several = getattr(inner.config, "is_heterogeneous", False)
+        for config in inner.config.per_layer_config if several else [inner.config]:
             kinds = getattr(config, "layer_types", None)
             for name, kind, mask, more in WINDOWS:
                 size = getattr(config, name, None)

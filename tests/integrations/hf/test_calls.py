@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
@@ -575,6 +577,37 @@ class First(Rolled):
 
     def changed(self, hidden: Tensor) -> Tensor:
         return hidden[:, :1]
+
+
+@dataclass
+class Summarised(CausalLMOutputWithPast):
+    """An output as a later release may have it."""
+
+    summary: Tensor | None = None
+
+
+class Summing(transformers.LlamaForCausalLM):
+    """Returns something of all rows, unasked."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        out = super().forward(*args, **named)
+        return Summarised(**out, summary=out.logits.sum())
+
+
+def test_what_has_no_row_per_token_is_left_out() -> None:
+    """It would be of one rank's rows; the loss and the logits are as ever."""
+    model, every = build("llama"), batches("left", 2)
+    whole = one_process(model, every, True)
+    model.__class__ = Summing
+
+    def rank(comm: Comm) -> Any:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm, plan=PLANS["ring"], logits=True):
+            out = own(**every[comm.rank])
+        return float(out.loss.detach()), tuple(out.logits.shape), out.summary
+
+    for each, batch in zip(run_threads(2, rank), every):
+        assert each == (pytest.approx(float(whole.loss), rel=1e-5), (*batch["input_ids"].shape, VOCABULARY), None)
 
 
 @pytest.mark.parametrize(

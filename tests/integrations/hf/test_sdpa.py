@@ -15,6 +15,8 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.probe.record import under_trial
 from seqpar.testing import run_threads
+from tests.ecosystem.architectures import TABLE
+from tests.ecosystem.ways import verdict
 from tests.integrations.hf.models import VOCABULARY
 from tests.integrations.hf.sdpa_models import LINEAR, MAMBA, ROPE, SIZES, TOKENS, Own, build, logits
 
@@ -191,3 +193,8 @@ def test_a_window_inside_another_model_is_refused_on_all_ranks() -> None:
         return True
 
     assert all(run_threads(2, rank))
+
+
+def test_a_config_of_parts_has_no_layers_of_its_own() -> None:
+    """transformers 5.24 offers a config for each of them all the same."""
+    assert verdict(TABLE["llava"], "sdpa") == "exact"

@@ -272,7 +272,10 @@ def findings(runs: TrialRuns) -> ModelFit | None:
 
 
 def _results(runs: TrialRuns, out: Any) -> tuple[list[str], bool]:
-    """The outputs with a row per token, and whether a pooler's is beside them; others are reasons against the model."""
+    """The outputs with a row per token, and whether a pooler's is beside them; other outputs are left out later.
+
+    What is called like an output with a row per token and has none is a reason against the model.
+    """
     reasons = runs.reasons
     fields = {name: value for name, value in out.items() if value is not None}
     pooled = fields.pop(POOLER, None)
@@ -280,7 +283,7 @@ def _results(runs: TrialRuns, out: Any) -> tuple[list[str], bool]:
     results = [name for name in given if fields[name].dim() == 3 and fields[name].shape[:2] == (1, TOKENS)]
     if not results or results[0] != given[0]:
         reasons.append(f"it returns {sorted(fields)}, {NO_ROWS}")
-    elif other := sorted(fields.keys() - {*results}):
+    elif other := [name for name in given if name not in results]:
         reasons.append(f"it also returns {', '.join(other)}, which is not a row per token")
     elif pooled is not None and not pools(runs.model, fields[results[0]], pooled):
         reasons.append(f"{POOLED}, which is not its pooler's of the first row")
