@@ -274,7 +274,7 @@ def findings(runs: TrialRuns) -> ModelFit | None:
 def _results(runs: TrialRuns, out: Any) -> tuple[list[str], bool]:
     """The outputs with a row per token, and whether a pooler's is beside them; other outputs are left out later.
 
-    What is called like an output with a row per token and has none is a reason against the model.
+    An output of such a name without a row per token is a reason against the model.
     """
     reasons = runs.reasons
     fields = {name: value for name, value in out.items() if value is not None}
