@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +39,37 @@ def loaded(model: Any, weights: Any) -> Any:
             if f"original_{name}" in module.__dict__:
                 module.__dict__[f"original_{name}"] = buffer.clone()
     return model
+
+
+def as_by_zero_3(model: Any) -> None:
+    """Weights are empty outside of their module's forward, which gathers them, as DeepSpeed leaves them."""
+    for number, p in enumerate(model.parameters()):
+        p.ds_id, p.whole, p.data = number, p.data, p.data.new_empty(0)
+
+    def fill(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = p.whole
+
+    def empty(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = p.whole.new_empty(0)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(fill)
+        module.register_forward_hook(empty)
+
+
+def test_weights_that_deepspeed_has_sharded() -> None:
+    model, every = build(MODELS["llama"]), batches("left", RANKS)
+    expected = one(model, every, torch.float64)[0]
+
+    def rank(comm: Comm) -> float:
+        own = copy.deepcopy(model)
+        as_by_zero_3(own)
+        with islands(torch.float64), seqpar.parallelize(own, comm, plan=contiguous), torch.no_grad():
+            return float(own(**every[comm.rank]).loss)
+
+    assert run_threads(RANKS, rank) == [pytest.approx(expected, rel=1e-9)] * RANKS
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,9 +1,9 @@
 """A small model of the same classes, tried in place of one whose weights are elsewhere.
 
-On the meta device parameters hold nothing, and sharded ones are there in part. What a trial finds out, such as masks,
-positions, losses and rows that meet, follows from the classes and the config, not from the weights. So the trial takes
-a new model of that config with random weights: few layers, each kind of layer once, two heads of the same dim, and a
-small vocabulary.
+On the meta device parameters hold nothing, sharded ones are there in part, and DeepSpeed's ZeRO 3 leaves them empty.
+A trial finds out masks, positions, losses and rows that meet, which follow from the classes and the config, not from
+the weights. So the trial takes a new model of that config with random weights: few layers, each kind of layer once, two
+heads of the same dim, and a small vocabulary.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def elsewhere(model: PreTrainedModel) -> str:
             return f"{name} is a DTensor"
         if p.is_meta:
             return f"{name} is on the meta device"
+        if hasattr(p, "ds_id"):
+            return f"DeepSpeed's ZeRO 3 has sharded {name}"
     return ""
 
 
