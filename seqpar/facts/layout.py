@@ -6,8 +6,9 @@ each of 12 tokens, on 3 ranks::
 
     position            0  1  2  3  4  5  6  7  8  9 10 11
     contiguous          0  0  0  0  1  1  1  1  2  2  2  2
+    blocked             0  0  1  1  2  2  0  0  1  1  2  2      two documents of 6 tokens
     zigzag              0  0  1  1  2  2  2  2  1  1  0  0      one document
-    zigzag              0  1  2  2  1  0  0  1  2  2  1  0      two of 6 tokens
+    zigzag              0  1  2  2  1  0  0  1  2  2  1  0      two of 6
     striped             0  1  2  0  1  2  0  1  2  0  1  2
     striped, block=2    0  0  1  1  2  2  0  0  1  1  2  2
 
@@ -28,7 +29,7 @@ RANKS = 1 << 20  # at most, per layout: the square of twice as many fits into 64
 
 
 class Layout(Fact):
-    """Any partition of the tokens over ranks. ``Layout.contiguous``, ``zigzag`` and ``striped`` make the usual ones.
+    """Any partition of the tokens over ranks, as by ``Layout.contiguous``, ``blocked``, ``zigzag`` and ``striped``.
 
     shards: for each rank the global positions of its tokens in local row order, as integers or a ``range``; shards may
     be uneven or empty.
@@ -121,8 +122,23 @@ class Layout(Fact):
         Balances the area of causal attention. Chunks differ by at most one token; the rounding rotates with the
         document's place in the batch, so that short documents spread over all ranks.
         """
-        docs, ranks = lengths_of("lengths", lengths), integer("ranks", ranks, 1, RANKS)
-        chunks, edge = 2 * ranks, edges(docs)
+        ranks = integer("ranks", ranks, 1, RANKS)
+        return cls._chunked(lengths_of("lengths", lengths), 2 * ranks, ranks, "zigzag")
+
+    @classmethod
+    def blocked(cls, lengths: ArrayLike, ranks: int) -> Layout:
+        """Each document in ``ranks`` chunks; rank ``r`` holds the ``r``-th chunk of every document.
+
+        So it holds ``x.chunk(ranks, 1)[r].flatten(0, 1)`` of x [B, S, ...], whose documents have the lengths [S] * B,
+        where ranks divide S. Chunks as in `zigzag`: they differ by at most one token.
+        """
+        ranks = integer("ranks", ranks, 1, RANKS)
+        return cls._chunked(lengths_of("lengths", lengths), ranks, ranks, "blocked")
+
+    @classmethod
+    def _chunked(cls, docs: Ints, chunks: int, ranks: int, name: str) -> Layout:
+        """Each document in chunks, dealt to the ranks upwards, and then downwards."""
+        edge = edges(docs)
         held = np.minimum(docs, chunks)  # chunks of each document that hold tokens
         nth, document = expand(np.zeros_like(held), held), np.repeat(np.arange(docs.size), held)
         tokens, first = docs[document], edge[document]
@@ -130,9 +146,9 @@ class Layout(Fact):
         # In a short document chunks hold at most one token: the nth token is in the first chunk that ends after it.
         chunk = np.where(tokens < chunks, -((more - chunks * (nth + 1)) // tokens) - 1, nth)
         start = first + _part(chunk, tokens, chunks, more)
-        count, rank = np.diff(start, append=edge[-1]), np.minimum(chunk, chunks - 1 - chunk)
+        count, rank = np.diff(start, append=edge[-1]), np.minimum(chunk, 2 * ranks - 1 - chunk)
         order = order_of(rank, ranks)
-        return cls._make(start[order], count[order], rank[order], ranks, "zigzag")
+        return cls._make(start[order], count[order], rank[order], ranks, name)
 
     @classmethod
     def striped(cls, tokens: int, ranks: int, block: int = 1) -> Layout:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,19 +78,30 @@ def test_zigzag_cuts_every_document_into_chunks_alike(lengths, ranks) -> None:
         first += n
 
 
+@pytest.mark.parametrize("name", ["blocked", "zigzag"])
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 40))
-def test_zigzag_has_the_chunks_of_its_definition(lengths, ranks) -> None:
+def test_blocked_and_zigzag_have_the_chunks_of_their_definitions(name, lengths, ranks) -> None:
     """Chunk k of n tokens begins at (k * n + first) // chunks, where the rounding begins at the document's place."""
-    chunks, first, held = 2 * ranks, 0, [[] for _ in range(ranks)]
+    turns = 2 if name == "zigzag" else 1
+    chunks, first, held = turns * ranks, 0, [[] for _ in range(ranks)]
     for n in lengths:
         edge = [first + (k * n + first % chunks) // chunks for k in range(chunks + 1)]
         for rank, rows in enumerate(held):
-            for k in (rank, chunks - 1 - rank):
+            for k in (rank, chunks - 1 - rank)[:turns]:
                 rows += range(edge[k], edge[k + 1])
         first += n
-    layout = Layout.zigzag(lengths, ranks)
-    assert [layout.positions(rank).tolist() for rank in range(ranks)] == held
+    layout = getattr(Layout, name)(lengths, ranks)
+    check_partition(layout, sum(lengths), ranks)
     assert layout == Layout(held)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 7))
+def test_blocked_is_a_chunk_of_every_sample(samples, size, ranks) -> None:
+    """[B, S / R, ...], as other packages hold it: the same rows in the same order."""
+    whole = torch.arange(samples * size * ranks).view(samples, size * ranks)
+    layout = Layout.blocked([size * ranks] * samples, ranks)
+    for rank, chunk in enumerate(whole.chunk(ranks, 1)):
+        assert layout.positions(rank).tolist() == chunk.flatten(0, 1).tolist()
 
 
 def test_zigzag_of_short_documents_takes_memory_for_tokens_not_for_chunks() -> None:
@@ -420,6 +432,7 @@ def test_counts_that_are_none(value) -> None:
         lambda: Layout.contiguous(5, value),
         lambda: Layout.striped(5, 2, block=value),
         lambda: Layout.zigzag([5], value),
+        lambda: Layout.blocked([5], value),
     ):
         with pytest.raises(ValueError, match="must be an integer of at least 1, got"):
             make()

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from seqpar import attention
-from seqpar.comm import LocalComm, shm
+from seqpar.comm import Comm, LocalComm, shm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.kernels import KERNELS
@@ -102,6 +103,40 @@ def test_widths_per_document_leave_whole_documents_alone() -> None:
     assert alone.any() and not alone.all()
     assert (plan.widths[alone] == 1).all() and (plan.widths[~alone] > 1).all()
     check(plan)
+
+
+def stripe(x: Tensor, rank: int) -> Tensor:
+    return x[:, rank::2]
+
+
+def ends(x: Tensor, rank: int) -> Tensor:
+    return torch.cat([x.chunk(4, 1)[rank], x.chunk(4, 1)[3 - rank]], 1)
+
+
+def piece(x: Tensor, rank: int) -> Tensor:
+    return x.chunk(2, 1)[rank]
+
+
+@pytest.mark.parametrize(
+    ("cut", "layout"),
+    [
+        (piece, Layout.blocked([16] * 3, 2)),
+        (ends, Layout.zigzag([16] * 3, 2)),
+        (stripe, Layout.striped(48, 2)),
+    ],
+)
+def test_samples_that_other_packages_cut_are_rows_of_the_layouts_of_docs_migration(cut, layout) -> None:
+    """[B, S / ranks, H, D] of ring-flash-attention, yunchang and context_parallel, under ``Mask([S] * B)``."""
+    q, k, v = torch.randn(3, 3, 16, 4, 8, dtype=torch.float64)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    whole = F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    plan = Plan(Mask([16] * 3), layout, transport="ring")
+
+    def rank(comm: Comm) -> Tensor:
+        return attention(*(cut(x, comm.rank).flatten(0, 1) for x in (q, k, v)), plan, comm).unflatten(0, (3, 8))
+
+    for number, out in enumerate(run_threads(2, rank)):
+        torch.testing.assert_close(out, cut(whole, number), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("transport", ["fetch", "ring", "double_ring"])
