@@ -134,7 +134,9 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
         tensors[POSITIONS] = positions_of(rows, first)
         labels = labels_of(facts, kept, first, how.shift, how.ignore_index)
     else:
-        tensors[POSITIONS] = rows.entries.get(POSITIONS, torch.from_numpy(nodes.mask.depths(at))).long()
+        depths = nodes.mask.depths(at)
+        tensors[POSITIONS] = rows.entries.get(POSITIONS, torch.from_numpy(depths)).long()
+        first = depths == 0  # if its root has no token, a tree has several
         labels = labels_on_paths(facts, first, how.ignore_index)
     check_labels(facts, first, how.shift if nodes is None else "document", how.ignore_index, how.vocabulary)
     if labels is not None:

@@ -181,7 +181,7 @@ def check_labels(
 ) -> None:
     """Raise ValueError for a label that counts and is not a token. vocabulary: the number of tokens; None if unknown.
 
-    first: the tokens that begin a document, with the shift "document" or in trees.
+    first: the tokens that begin a document, with the shift "document", or a path, in trees.
     """
     name = next((name for name in LABELS if name in rows.entries), None)
     if vocabulary is None or name is None:
@@ -201,7 +201,10 @@ def check_labels(
 
 
 def labels_on_paths(rows: PackedRows, first: NDArray[np.bool_], ignore_index: int) -> Tensor | None:
-    """The labels of tokens that the token before them on their path predicts: their own, at themselves."""
+    """The labels of tokens that the token before them on their path predicts: their own, at themselves.
+
+    first: the tokens that begin a path.
+    """
     if "shift_labels" in rows.entries:
         raise ValueError("shift_labels in a tree: the last token of a prompt predicts several; give labels")
     if "labels" not in rows.entries:

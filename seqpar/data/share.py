@@ -134,7 +134,7 @@ def share(
     among this rank's nodes, -1 for a root, as for `Mask.tree`; so answers share the rows of their prompt. Positions are
     depths along the path. A label stays at its own token, for any `shift`, since the last token of a prompt predicts
     several: ``recurrent.shift(hidden, share.plan, comm)`` brings the hidden state that predicts it. The first token of
-    a tree has no label.
+    a path has no label: of a tree, or of each child of a root without tokens.
 
     mtp_depth: how many tokens after its label a token predicts besides, in columns of "mtp_labels" [rows, mtp_depth],
     int64 (Gloeckle et al. 2024, Better & Faster Large Language Models via Multi-token Prediction, section 2). Column k

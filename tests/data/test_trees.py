@@ -21,15 +21,18 @@ IGNORE = -100
 
 
 def nodes(rng: np.random.Generator, least: int) -> tuple[list[int], list[int]]:
-    """Lengths and parents of a few nodes; a root has at least one token."""
+    """Lengths and parents of a few nodes; any may have no token, but a tree has some."""
     lengths: list[int] = []
     parents: list[int] = []
     path: list[int] = []
     for node in range(int(rng.integers(least, 7))):
         path = path[: int(rng.integers(0, len(path) + 1))]
         parents.append(path[-1] if path else -1)
-        lengths.append(int(rng.integers(0 if path else 1, 6)))
+        lengths.append(int(rng.integers(0, 6)))
         path.append(node)
+    roots = [node for node, parent in enumerate(parents) if parent < 0]
+    for root, end in zip(roots, [*roots[1:], None]):
+        lengths[root] += not any(lengths[root:end])
     return lengths, parents
 
 
@@ -62,12 +65,12 @@ def test_the_union_of_trees_is_one_mask(ranks, seed, form) -> None:
     mask = Mask.tree([n for lengths, _ in own for n in lengths], parents)
     depths = mask.depths(np.arange(mask.tokens))
     for rank, (plan, tensors, positions, valid, home) in enumerate(run_threads(ranks, shared, batches, "sharded")):
-        assert plan.mask == mask and valid == mask.tokens - len(mask.lengths)
+        assert plan.mask == mask and valid == (depths > 0).sum()
         at = plan.positions(rank)
         real = at >= 0
         assert tensors["input_ids"][real].tolist() == at[real].tolist()
         assert positions[real].tolist() == depths[at[real]].tolist() == plan.rope_positions(rank)[real].tolist()
-        first = np.isin(at, mask.offsets[:-1]) | ~real
+        first = (depths[at] == 0) | ~real
         assert tensors["labels"].tolist() == np.where(first, IGNORE, at).tolist()
         flat = [id for x in (home if isinstance(home, list) else [home]) for id in x.tolist()]
         assert flat == list(range(int(before[rank]), int(before[rank + 1])))
