@@ -43,8 +43,8 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
     option, a plan of the wrong form, or an argument that is not a model or not a comm.
     """
     _check(model, comm)
+    _check_order(model)
     if not sdpa:
-        _check_order(model)
         model = unwrapped(model)
     if plan is not None:
         options["plan"] = plan

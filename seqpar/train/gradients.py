@@ -28,7 +28,7 @@ from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
 from seqpar.train.loop import loops_of
 from seqpar.train.once import Marks, Sum, remark
 from seqpar.train.sums import adds, sum_in_place
-from seqpar.train.wrappers import in_flat
+from seqpar.train.wrappers import Averaging, in_flat
 
 BUCKET_BYTES = 1 << 26
 
@@ -48,10 +48,11 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
     that is then summed again, and no optimizer has stepped that parameter in between; it watches some at a time.
 
-    Raises: ValueError if ranks differ in parameters or in which are frozen, for gradients that are sums over ranks
-    already, and for a model that is parallel with `average_over`; NotImplementedError for sharded parameters, whose
-    gradients FSDP has reduced, for sparse gradients, and for dtypes that `all_sum` refuses. On every rank, before any
-    gradient moves.
+    Raises: ValueError if ranks differ in parameters or in which are frozen; for gradients that are sums over ranks
+    already on some rank; for a model given to `seqpar.parallelize` if a rank has left out its backward, if it is
+    parallel with `average_over`, and under DistributedDataParallel over these ranks. NotImplementedError for sharded
+    parameters, whose gradients FSDP has reduced, for sparse gradients, and for dtypes that `all_sum` refuses. On every
+    rank, before any gradient moves.
     """
     refuse_transforms("sync_gradients")
     check_comm("sync_gradients", comm)
@@ -74,7 +75,8 @@ class _Claim(NamedTuple):
     """A rank's announcement of its parameters. digest: of their shapes. flags: which have a gradient.
 
     frozen: which get none. repeated: which gradients are already sums over ranks. growing: whether a backward has added
-    to such a sum.
+    to such a sum. skipped: whether this rank has computed a forward and no gradient. rank: its global rank. reduced:
+    models whose gradients a wrapper has reduced.
     """
 
     digest: int
@@ -82,14 +84,27 @@ class _Claim(NamedTuple):
     frozen: list[bool]
     repeated: list[bool]
     growing: bool
+    skipped: bool
+    rank: int
+    reduced: list[tuple[str, Averaging]]
+
+    @property
+    def odd(self) -> bool:
+        """Whether there may be something to refuse or to warn of."""
+        return True in self.repeated or self.growing or self.skipped or bool(self.reduced)
 
     @classmethod
     def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
         """This rank's announcement."""
         shapes = tuple([_shape(p) for p in parameters])
-        marks = Marks(parameters)
-        frozen = [not p.requires_grad for p in parameters]
-        return cls(_digest(shapes, bucket_bytes), marks.present(), frozen, marks.repeated(), marks.growing())
+        marks, loops = Marks(parameters), loops_of(parameters)
+        flags, frozen = marks.present(), [not p.requires_grad for p in parameters]
+        skipped = not any(flags) and any(loop.unanswered() for loop in loops)
+        reduced = [(type(loop.model).__name__, by) for loop in loops if (by := loop.reduced) and not by.sharded]
+        return cls(
+            _digest(shapes, bucket_bytes), flags, frozen, marks.repeated(), marks.growing(), skipped, global_rank(),
+            reduced,
+        )  # fmt: skip
 
 
 def _shape(p: Tensor) -> tuple[Any, ...]:
@@ -135,6 +150,8 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
                 f"{frozen.index(True)} and not on rank {frozen.index(False)}, so its share is missing; freeze "
                 "the same parameters on every rank"
             )
+    if any(present):
+        _check_backward(found)
     _check_once(several, found, comm)
     plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
     if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
@@ -151,7 +168,7 @@ def _sum_as_before(several: list[Tensor], claim: _Claim, comm: Comm, bucket_byte
     if (known := comm.agreed.get(claim.digest)) is None:
         return False
     facts: Any = known
-    changed = claim[:3] != facts["claim"] or True in claim.repeated or claim.growing
+    changed = claim[:3] != facts["claim"] or claim.odd
     changed = changed or _refusal(several, frozenset()) is not None
     chosen = [p for p, some in zip(several, facts["present"]) if some]
     return _sum(chosen, comm, Tag(claim.digest, comm.next_call(), 0, 0), bucket_bytes, changed=changed)
@@ -250,17 +267,35 @@ def _is_writable(x: Tensor) -> bool:
     return x.is_contiguous() or not any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride()))
 
 
+def _check_backward(found: list[_Claim]) -> None:
+    """Raise for gradients that a wrapper has reduced over these ranks, and for a rank that left out its backward."""
+    ranks = {other.rank for other in found}
+    for other in found:
+        for name, by in other.reduced:
+            if by.ranks & ranks - {other.rank}:
+                raise ValueError(
+                    f"sync_gradients: {by.who} reduces the gradients of {name} over these ranks in its backward, and "
+                    "their sum would count them once for each rank; leave sync_gradients out"
+                )
+    if skipping := [rank for rank, other in enumerate(found) if other.skipped]:
+        raise ValueError(
+            f"sync_gradients: rank {skipping[0]} has computed a forward in training since the last sum, and has no "
+            "gradient of any parameter, so that the sum would lack its share; call backward on every rank, even where "
+            "no label counts"
+        )
+
+
 def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
     """Raise for gradients unchanged since they were summed; warn of sums that a backward has added to."""
-    holders = zip(zip(*(other.flags for other in found)), zip(*(other.repeated for other in found)))
-    # on a rank without a gradient nothing is known
-    again = [index for index, (has, sums) in enumerate(holders) if any(has) and has == sums]
+    again = [index for index, sums in enumerate(zip(*(other.repeated for other in found))) if any(sums)]
     if again:
+        ranks = [rank for rank, other in enumerate(found) if True in other.repeated]
+        where = "every rank" if len(ranks) == comm.size else f"rank{'s' * (len(ranks) > 1)} {str(ranks)[1:-1]:.200}"
         raise ValueError(
-            f"sync_gradients: these gradients are sums over ranks already ({len(again)} of {len(several)}, the first "
-            f"of shape {list(several[again[0]].shape)}), and no backward has added to them since; call it once, after "
-            "the last backward of a step, with all parameters and all ranks that hold them, and set gradients that no "
-            "backward computes any more to None"
+            f"sync_gradients: on {where} these gradients are sums over ranks already ({len(again)} of {len(several)}, "
+            f"the first of shape {list(several[again[0]].shape)}), and no backward has added to them since; call it "
+            "once, after the last backward of a step, with all parameters and all ranks that hold them, and set "
+            "gradients that no backward computes any more to None"
         )
     if any(other.growing for other in found) and not comm.rank:
         warnings.warn(

@@ -22,7 +22,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class Loop:
         self._trains = False  # whether there was a backward
         self._count = -1  # number of parameters on which ranks agreed
         self._wrapped = False  # whether a wrapper reduces the gradients
+        self.reduced: Averaging | None = None  # the wrapper that reduces those of the last forward in training
+        self._due = False  # whether a forward's gradients were not summed since
         self._alike: int | None = 0  # how often all ranks brought the same batch; None once that is settled
         self._checked = False  # whether the wrapper was compared with average_over
         self._wrapper = WrapperCheck(self._ranks, comm.size)
@@ -126,19 +128,25 @@ class Loop:
 
         averaged: whether this loss is for a wrapper that divides by `average_over`; False if its caller scales it.
         """
-        if self._wrapped and (self._checked or not averaged):
+        if (found := self.wrapper()) is None or self._checked or not averaged:
             return
-        if (found := self.wrapper()) is None:
-            return
-        self._checked = averaged
-        if averaged and (misfit := found.misfit(self.comm.size, self.average_over)):
+        self._checked = True
+        if misfit := found.misfit(self.comm.size, self.average_over):
             self._warn(f"{what}: {misfit.why}; give seqpar.parallelize(..., average_over={misfit.average_over})")
 
     def wrapper(self) -> Averaging | None:
-        """The wrapper that reduces the gradients of the current forward over the comm."""
-        found = self._wrapper.find(self.model)
-        self._wrapped |= found is not None
-        return found
+        """The wrapper that reduces the gradients of the current forward, in training, over the comm."""
+        self.reduced = self._wrapper.find(self.model)
+        self._wrapped |= self.reduced is not None
+        return self.reduced
+
+    def note_results(self, rows: int, results: Iterable[Tensor]) -> None:
+        """Note a forward that computed so many rows: in training its results have a graph, and a backward is due."""
+        self._due |= rows > 0 and self.model.training and any(x.grad_fn is not None for x in results)
+
+    def unanswered(self) -> bool:
+        """Whether a backward is due and has left no gradient."""
+        return self._due and all(p.grad is None for p in self.model.parameters())
 
     def note_batch(self, what: str, lengths: Ints, tokens: Tensor | None) -> None:
         """Warn once if all ranks bring the same batch twice in a row, as if each had its own.
@@ -165,6 +173,7 @@ class Loop:
         """Note that the gradients of these parameters are now sums over ranks."""
         ids = {id(p) for p in parameters}
         self._unsummed -= ids
+        self._due = False
         self._grown |= not ids <= self._known
 
     def averages_over(self, ranks: frozenset[int]) -> bool:

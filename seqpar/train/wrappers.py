@@ -22,11 +22,15 @@ from seqpar.train.dtensor import global_rank
 
 
 class Averaging(NamedTuple):
-    """A wrapper's effect on gradients: their sum over the global ranks ``ranks``, divided by ``divisor``."""
+    """A wrapper's effect on gradients: their sum over the global ranks ``ranks``, divided by ``divisor``.
+
+    sharded: whether parameters are shards, and those that are not are left alone.
+    """
 
     who: str
     ranks: frozenset[int]
     divisor: float
+    sharded: bool
 
     def covers(self, ranks: frozenset[int], size: int) -> bool:
         """Whether all ranks of a comm are among the wrapper's, so that it reduces gradients over the comm.
@@ -174,7 +178,7 @@ def by_ddp(model: nn.Module) -> Averaging | None:
     if not any(module is model for module in ddp.module.modules()):
         return None
     ranks = frozenset(dist.get_process_group_ranks(ddp.process_group))
-    return Averaging("DistributedDataParallel", ranks, len(ranks))
+    return Averaging("DistributedDataParallel", ranks, len(ranks), sharded=False)
 
 
 def by_fsdp(model: nn.Module, *, trained: bool = False) -> Averaging | None:
@@ -183,7 +187,7 @@ def by_fsdp(model: nn.Module, *, trained: bool = False) -> Averaging | None:
         if trained and not any(p.sharded_param.requires_grad for p in group.fsdp_params):
             continue
         ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
-        return Averaging("fully_shard", ranks, group.gradient_divide_factor or len(ranks))
+        return Averaging("fully_shard", ranks, group.gradient_divide_factor or len(ranks), sharded=True)
     return None
 
 

@@ -118,6 +118,27 @@ def test_a_run_starts_again_and_sums_gradients_before_every_step() -> None:
     assert run_threads(2, rank) == [True, True]
 
 
+def test_every_rank_calls_backward_even_where_no_label_counts() -> None:
+    unlabelled = {**EVERY[1], "labels": torch.full_like(EVERY[1]["labels"], -100)}
+    plain = copy.deepcopy(MODEL)
+    plain(**EVERY[0]).loss.backward()
+
+    def rank(comm: Comm) -> bool:
+        model, batch = copy.deepcopy(MODEL), (EVERY[0], unlabelled)[comm.rank]
+        with seqpar.parallelize(model, comm):
+            loss = model(**batch).loss
+            if not comm.rank:
+                loss.backward()
+            with advised(ValueError, "call backward on every rank, even where no label counts"):
+                sync_gradients(model.parameters(), comm)
+            if comm.rank:
+                loss.backward()
+            sync_gradients(model.parameters(), comm)
+        return torch.allclose(head(model), head(plain), atol=1e-5)
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def own_mean(x: Tensor, comm: Comm) -> Tensor:
     return x.mean(0)
 

@@ -21,7 +21,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.parallel import surrounding
 from seqpar.testing import dense_attention, run_processes, run_threads
-from seqpar.train import cross_entropy, token_mean
+from seqpar.train import cross_entropy, sync_gradients, token_mean
 from tests.advice.remedies import advised, default_group
 from tests.integrations.probe.models import ALONE as ALONE_BY_ROWS
 from tests.integrations.probe.models import made
@@ -615,6 +615,8 @@ def averaged(comm: Comm) -> bool:
         cross_entropy(wrapper(own)[0], wanted, valid=3).backward()
     wrapper.zero_grad()
     cross_entropy(wrapper(own)[0], wanted, valid=3, average_over=2).backward()
+    with advised(ValueError, "leave sync_gradients out"):
+        sync_gradients(wrapper.parameters(), comm)
     return torch.allclose(model.out.weight.grad, plain.out.weight.grad, atol=1e-5)  # type: ignore[arg-type]
 
 

@@ -27,8 +27,9 @@ from tests.integrations.hf.models import SIZES, batches, build
 
 
 @pytest.mark.parametrize("around", [DistributedDataParallel, FullyShardedDataParallel, nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("sdpa", [False, True])
 @pytest.mark.sampled(2)
-def test_what_goes_around_a_model_comes_later(around: object) -> None:
+def test_what_goes_around_a_model_comes_later(around: object, sdpa: bool) -> None:
     if isinstance(around, type):  # their constructors want a group
         model = around.__new__(around)
         nn.Module.__init__(model)
@@ -36,7 +37,7 @@ def test_what_goes_around_a_model_comes_later(around: object) -> None:
         model = torch.compile(build("llama"))
     name = type(model).__name__
     with pytest.raises(ValueError, match=f"before {name} wraps it; call parallelize.* then {name}"):
-        seqpar.parallelize(model, LocalComm())
+        seqpar.parallelize(model, LocalComm(), sdpa=sdpa)
 
 
 def test_what_is_no_model_and_no_comm_is_said() -> None:

@@ -1031,3 +1031,28 @@ def test_a_parameter_that_one_rank_froze_is_told(since: int) -> None:
         sync_gradients(several[:1], comm)
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("stale", [(1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("used", [(0, 1, 2), (1,)])
+def test_a_sum_that_one_rank_alone_has_kept_is_refused(stale: tuple[int, ...], used: tuple[int, ...]) -> None:
+    """A rank that left out `zero_grad` and `backward` would give the last step's sum for its share."""
+    named = "every rank" if len(stale) == 3 else "rank 1 " if len(stale) == 1 else "ranks 0, 2"
+
+    def rank(comm: Comm) -> list[float]:
+        p, later = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        for step in range(2):
+            for each in (p, later):
+                if not step or comm.rank not in stale:
+                    each.grad = None
+                    if each is p or comm.rank in used:
+                        (each * (comm.rank + 1)).sum().backward()
+            if not step:
+                sync_gradients([p, later], comm)
+                assert (p.grad[0], later.grad[0]) == (6.0, sum(rank + 1 for rank in used))
+        with pytest.raises(ValueError, match=f"on {named}.*sums over ranks already.*2 of 2"):
+            sync_gradients([p, later], comm)
+        return p.grad.tolist()
+
+    found = run_threads(3, rank)
+    assert found == [[6.0 if rank in stale else rank + 1.0] * 3 for rank in range(3)]

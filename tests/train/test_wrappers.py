@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 import seqpar
 from seqpar import Comm
 from seqpar.testing import run_processes
-from seqpar.train import cross_entropy, linear_cross_entropy
+from seqpar.train import cross_entropy, linear_cross_entropy, sync_gradients
 from tests.dsp.models import WEATHER, Weather
 from tests.dsp.models import made as made_of
 from tests.dsp.passes import GRID
 from tests.integrations.diffusers_models import loss_of, made
+from tests.integrations.hf.models import build
 
 E, TOKENS, VOCABULARY = 8, 7, 5
 
@@ -232,8 +234,43 @@ def summed(comm: Comm) -> list[str]:
         warnings.simplefilter("always")
         rows = seqpar.shard(torch.arange(TOKENS) % VOCABULARY, plan, comm.rank)
         cross_entropy(net(seqpar.shard(x, plan, comm.rank, dim=1))[0], rows, valid=TOKENS).backward()
+        sync_gradients(net.parameters(), comm)
     return [str(each.message) for each in caught if "average_over" in str(each.message)]
 
 
 def test_a_wrapper_over_other_ranks_asks_for_nothing() -> None:
     assert run_processes(2, summed) == [[], []]
+
+
+def left_in(comm: Comm, kind: str, synced: bool) -> list[float]:
+    """How far gradients are from one process's, of DDP with no_sync or without, where they are summed beside it."""
+    torch.manual_seed(0)
+    model, x, labels = Decoder(), torch.randn(1, TOKENS, E), torch.arange(TOKENS) % VOCABULARY
+    ids = (torch.arange(TOKENS) % 61)[None]
+    if kind == "transformers":
+        model = build("llama")
+    plain = copy.deepcopy(model)
+    loss = F.cross_entropy(plain(x)[0], labels) if kind == "sdpa" else plain(input_ids=ids, labels=ids).loss
+    loss.backward()
+    plan = seqpar.plan_batch([TOKENS], comm.size)
+    seqpar.parallelize(model, comm, **({"sdpa": True, "plan": plan} if kind == "sdpa" else {"source": "replicated"}))
+    net = nn.parallel.DistributedDataParallel(model)
+    times = comm.size if synced else 1
+    with nullcontext() if synced else net.no_sync():
+        if kind == "sdpa":
+            own, wanted = seqpar.shard(x, plan, comm.rank, dim=1), seqpar.shard(labels, plan, comm.rank)
+            cross_entropy(net(own)[0], wanted, valid=TOKENS, average_over=times).backward()
+        else:  # as Trainer does, which scales the loss
+            (net(input_ids=ids, labels=ids, num_items_in_batch=TOKENS - 1).loss * times).backward()
+    if synced:
+        with pytest.raises(ValueError, match="DistributedDataParallel reduces the gradients of .* over these ranks"):
+            sync_gradients(net.parameters(), comm)
+    else:
+        sync_gradients(net.parameters(), comm)
+    return [float((p.grad - q.grad).abs().max()) for p, q in zip(model.parameters(), plain.parameters())]
+
+
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("kind", ["sdpa", "transformers"])
+def test_a_sum_beside_a_wrapper_that_reduces_is_refused_and_one_in_its_place_is_not(kind: str, synced: bool) -> None:
+    assert max(max(each) for each in run_processes(2, left_in, kind, synced)) < 1e-5

@@ -548,6 +548,7 @@ class ParallelTransformer(ParallelModel):
         if self._head is not None:
             self._head.share = own
         results = self._outputs.home(module, asked, own, out, hidden)
+        self._loop.note_results(own.plan.layout.tokens(self.comm.rank), graphs(results))
         if asked.recomputed:
             for x in graphs(results):
                 x.register_hook(self._check_awake)

@@ -135,8 +135,8 @@ class _Forward:
                 raise
         if why is not None:
             warn_untried(model, why)
-        if wrapper is not None:
-            self._mark(wrapper, out)
+        if not under_trial():
+            self._note(model, plan.layout.tokens(self.comm.rank), wrapper, out)
         return out
 
     @uncompiled
@@ -154,13 +154,23 @@ class _Forward:
 
     @uncompiled
     def _wrapper(self, model: nn.Module) -> Averaging | None:
-        """What reduces the gradients of this forward over the comm, until a loss was looked at."""
-        known = self._loop is not None and self._loop.model is model and not self._losses.told
-        return self._loop.wrapper() if known and torch.is_grad_enabled() else None  # type: ignore[union-attr]
+        """What reduces the gradients of this forward over the comm."""
+        loop = self._loop_of(model)
+        return loop.wrapper() if loop is not None and torch.is_grad_enabled() else None
+
+    def _loop_of(self, model: nn.Module) -> Loop | None:
+        """The loop around this model, if it is not that of another copy."""
+        return self._loop if self._loop is not None and self._loop.model is model else None
 
     @uncompiled
-    def _mark(self, wrapper: Averaging, out: Any) -> None:
-        self._losses.mark(wrapper, (x for _, x in leaves(out)))
+    def _note(self, model: nn.Module, rows: int, wrapper: Averaging | None, out: Any) -> None:
+        """Note the results of a forward, for the loss and the sum of the gradients."""
+        if (loop := self._loop_of(model)) is None:
+            return
+        results = [x for _, x in leaves(out) if isinstance(x, Tensor)]
+        loop.note_results(rows, results)
+        if wrapper is not None:
+            self._losses.mark(wrapper, results)
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:

@@ -305,6 +305,71 @@ def test_a_second_sum_of_the_same_gradients_is_an_error() -> None:
     run_threads(RANKS, rank)
 
 
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("sdpa", [False, True])
+def test_a_rank_that_leaves_out_its_backward_is_an_error_that_names_it(sdpa: bool, step: int) -> None:
+    """Where no document is spread, no exchange of a backward tells."""
+    plan = seqpar.Plan(seqpar.Mask([8] * RANKS), seqpar.Layout.contiguous(8 * RANKS, RANKS))
+
+    def rank(comm: Comm) -> bool:
+        own = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True) if sdpa else copy.deepcopy(MODEL)
+        if sdpa:
+            for p in own.parameters():
+                nn.init.constant_(p, 0.1)
+        seqpar.parallelize(own, comm, **({"sdpa": True} if sdpa else {"plan": lambda lengths, ranks: alone(lengths)}))
+        for number in range(3):
+            own.zero_grad()
+            with seqpar.parallel(plan.with_mask(seqpar.Mask([8] * RANKS, causal=False)), comm):
+                loss = own(torch.rand(1, 8, 8)).sum() if sdpa else own(**EVERY[comm.rank]).loss
+            if number == step and comm.rank:
+                with pytest.raises(ValueError, match="rank 1 has computed a forward .* no gradient of any parameter"):
+                    sync_gradients(own.parameters(), comm)
+            loss.backward()
+            if number == step and not comm.rank:
+                with pytest.raises(ValueError, match="rank 1 has computed a forward .* no gradient of any parameter"):
+                    sync_gradients(own.parameters(), comm)
+            sync_gradients(own.parameters(), comm)
+        own.zero_grad()
+        sync_gradients(own.parameters(), comm)
+        return all(p.grad is None for p in own.parameters())
+
+    assert run_threads(RANKS, rank) == [True] * RANKS
+
+
+def alone(lengths: Any) -> seqpar.Plan:
+    """A plan of whole documents, half of them on each of two ranks."""
+    half = len(lengths) // 2
+    first = int(lengths[:half].sum())
+    return seqpar.Plan(seqpar.Mask(lengths), seqpar.Layout([range(first), range(first, int(lengths.sum()))]))
+
+
+@pytest.mark.parametrize("skipping", ["no rows", "a part", "no backward on any rank"])
+def test_a_rank_without_gradients_of_rows_or_of_a_part_counts_as_zero(skipping: str) -> None:
+    def rank(comm: Comm) -> bool:
+        own = copy.deepcopy(MODEL)
+        with seqpar.parallelize(own, comm, plan=lambda lengths, ranks: of_first(lengths)):
+            loss = own(**EVERY[comm.rank]).loss
+            if skipping == "no backward on any rank":
+                sync_gradients(own.parameters(), comm)
+                return own.lm_head.weight.grad is None
+            if skipping == "a part" or not comm.rank:
+                loss.backward()
+            several = list(own.model.layers[0].mlp.parameters())
+            if skipping == "a part" and comm.rank:  # as an image tower on a rank with text
+                for p in several:
+                    p.grad = None
+            sync_gradients(several, comm)
+            return all(p.grad is not None for p in several)
+
+    assert run_threads(RANKS, rank) == [True] * RANKS
+
+
+def of_first(lengths: Any) -> seqpar.Plan:
+    """A plan of all documents on the first of two ranks; the other one has a pad."""
+    tokens = int(lengths.sum())
+    return seqpar.Plan(seqpar.Mask(lengths), seqpar.Layout([range(tokens), []]))
+
+
 def test_a_sum_for_each_micro_batch_is_a_warning() -> None:
     def rank(comm: Comm) -> None:
         own = copy.deepcopy(MODEL)
@@ -662,20 +727,10 @@ def leaving_weights_as_they_are(own: Any, comm: Comm, optimizer: torch.optim.Opt
     own.zero_grad(set_to_none=step % 2 == 0)
 
 
-def without_gradients_on_a_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
-    own(**EVERY[comm.rank]).loss.backward()
-    if comm.rank == step % RANKS:
-        own.zero_grad()
-    sync_gradients(own.parameters(), comm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 RIGHT = (
     plain, accumulating, summing_in_groups, sharpness_aware, skipping,
     leaving_steps_out, with_a_frozen_tower, with_an_adapter, with_evaluation_between,
     dropping_what_was_not_summed, summing_by_hand, without_an_optimizer, leaving_weights_as_they_are,
-    without_gradients_on_a_rank,
 )  # fmt: skip
 
 
