@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ pytest.importorskip("transformers")
 
 import transformers  # noqa: E402
 from transformers.integrations.neftune import neftune_post_forward_hook  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
 from tests.ecosystem.architectures import Architecture  # noqa: E402
@@ -633,6 +637,60 @@ def test_changes_of_a_parallel_model_come_before_it_is_made_so() -> None:
     another_forward(model)
     with seqpar.parallelize(model, LocalComm()):
         assert is_right(model)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("of_class", [False, True])
+def test_trainer_puts_in_all_kernels_of_liger_but_the_fused_loss(
+    of_class: bool, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In train(), so no order helps. Liger replaces the forward of the model, and of Llama 4 that of the class."""
+
+    class Model(transformers.LlamaForCausalLM):
+        pass
+
+    def lce_forward(self: Any, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
+        rows = self.model(input_ids).last_hidden_state[:, :-1]
+        loss = F.cross_entropy(self.lm_head(rows).flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss)
+
+    def apply(model: Any, fused_linear_cross_entropy: bool = True) -> None:
+        if fused_linear_cross_entropy and of_class:
+            Model.forward = lce_forward
+        elif fused_linear_cross_entropy:
+            model.forward = MethodType(lce_forward, model)
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    liger = ModuleType("liger_kernel.transformers")
+    liger._apply_liger_kernel_to_instance = apply  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, liger)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+
+    def trained(parallel: bool = True, **more: Any) -> list[float]:
+        model = llama()
+        model.__class__ = Model
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=2, logging_steps=1, per_device_train_batch_size=1, use_cpu=True, report_to="none",
+            save_strategy="no", disable_tqdm=True, bf16=bf16, **more,
+        )  # fmt: skip
+        data = [{"input_ids": BATCH["input_ids"][0], "labels": BATCH["input_ids"][0]}] * 2
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        with seqpar.parallelize(model, LocalComm()) if parallel else nullcontext():
+            trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+    expected = trained(parallel=False)
+    with advised(
+        NotImplementedError,
+        "give TrainingArguments liger_kernel_config={'fused_linear_cross_entropy': False} too, as the loss is computed "
+        "without logits here",
+    ):
+        trained(use_liger_kernel=True)
+    if of_class:
+        del Model.forward
+    found = trained(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False})
+    assert found == pytest.approx(expected, rel=1e-2 if bf16 else 1e-5)
 
 
 def test_layers_are_replaced_before_a_model_is_made_parallel() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +80,22 @@ class Afterwards:
         passed: whether the call came by the model's parallel forward.
         """
         who = type(module).__name__
-        if any(type(each).forward is not written for each, written in self._written.items()):
+        of_class = any(type(each).forward is not written for each, written in self._written.items())
+        of_instance = not passed and not self._reaches_forward()
+        now_there = map(unwrap, (self.model.forward, type(self.model).forward))
+        if (of_class or of_instance) and any(str(f.__module__).startswith("liger_kernel.") for f in now_there):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} was given Liger's forward after parallelize, as use_liger_kernel=True of "
+                "Trainer does in train(): its loss would be of one rank's tokens; give TrainingArguments "
+                "liger_kernel_config={'fused_linear_cross_entropy': False} too, as the loss is computed without logits "
+                "here"
+            )
+        if of_class:
             raise NotImplementedError(
                 f"{who}, whose class has another forward than when the model was made parallel: it would not run; call "
                 "undo() of the handle and parallelize the model again"
             )
-        if not passed and not self._reaches_forward():
+        if of_instance:
             raise NotImplementedError(
                 f"{type(self.model).__name__} was given another forward after parallelize, which calls its {who} "
                 "without the parallel one: a loss in it would be of one rank's tokens; call undo() of the handle, "
