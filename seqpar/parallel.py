@@ -6,13 +6,14 @@ import hashlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, is_grad_enabled
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import on_one_rank
 from seqpar.comm.local import warn_alone
 from seqpar.ops import bind
 from seqpar.ops.core.backward import backward_pass, next_node, node_under_way
@@ -93,13 +94,10 @@ _own = _Own()
 # threads that recorded nodes under a block
 _threads: weakref.WeakKeyDictionary[threading.Thread, ThreadBlocks] = weakref.WeakKeyDictionary()
 _blocks: weakref.WeakKeyDictionary[Comm, int] = weakref.WeakKeyDictionary()
-# called where a block of the comm ends in which something was computed, and no layer of seqpar's ran
-IDLE: weakref.WeakKeyDictionary[Comm, Callable[[], object]] = weakref.WeakKeyDictionary()
 _left: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms whose last block ended with an error, maybe on this rank alone
 
 
-@contextmanager
-def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Surrounding]:
+def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> AbstractContextManager[Surrounding]:
     """Give plan and comm to every layer of this thread that has none, until the block ends. Blocks nest.
 
     seed: the layers of `seqpar.nn` derive their dropout seeds from it; equal on all ranks, different for each step; by
@@ -114,7 +112,15 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     loop that catches a batch's errors, would otherwise meet the others in the middle of their forward.
 
     Raises: ValueError if the plan and the comm differ in ranks; and on all ranks if only some go on after an error.
+    RuntimeError at the end of a block that computed something on a comm of several ranks, and used no plan: neither a
+    verb, nor attention that was rerouted, nor the forward of a model given to `parallelize`. Not inside ``local()``.
     """
+    return surround(plan, comm, seed=seed, idle=False)
+
+
+@contextmanager
+def surround(plan: Plan, comm: Comm, *, seed: int | None = None, idle: bool = True) -> Iterator[Surrounding]:
+    """A block of `parallel`; idle: whether nothing in it need use the plan."""
     if not isinstance(plan, Plan) or plan.ranks != getattr(comm, "size", None):
         raise _unfit(plan, comm)
     before = _blocks.get(comm, 0)
@@ -131,11 +137,17 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> Iterator[Sur
     own.open.append(block)
     if block.within < 0:
         _threads[threading.current_thread()] = own
-    calls = layer_calls.run
+    calls = layer_calls.verbs, on_one_rank.begun
+    idle = idle or comm.size == 1 or on_one_rank.open > 0 or block.within >= 0
     try:
         yield around
-        if layer_calls.run == calls and comm in IDLE and (next_node() > block.first or not is_grad_enabled()):
-            IDLE[comm]()
+        unused = not (idle or block.used or block.above) and calls == (layer_calls.verbs, on_one_rank.begun)
+        if unused and (next_node() > block.first or not is_grad_enabled()):
+            raise RuntimeError(
+                "parallel: nothing in this block used its plan, so that PyTorch's operations saw this rank's rows "
+                "alone; call a model made parallel by seqpar.parallelize(model, comm, sdpa=True), the whole model and "
+                "not its parts, or enter seqpar.sdpa(plan, comm) around the call"
+            )
     except BaseException:
         _left.add(comm)
         raise

@@ -19,6 +19,15 @@ M = TypeVar("M", bound=Callable[..., Any])
 transforms_active = torch._C._are_functorch_transforms_active
 
 
+class OnOneRank(threading.local):
+    """This thread's blocks in which a parallel model is on one rank: how many are open, and how many have begun."""
+
+    open = begun = 0
+
+
+on_one_rank = OnOneRank()
+
+
 class ThreadEntry:
     """The entry of threads into a comm and its subs. inside: the innermost call and its thread, for errors."""
 

@@ -28,7 +28,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import version_of
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import run_again_inside, under_way
-from seqpar.parallel import parallel
+from seqpar.parallel import surround
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Arguments = dict[str, Any]  # arguments of a forward, by name
@@ -306,7 +306,7 @@ def _shared_attention(block: Block, run: StageRun) -> Any:
     form = next(iter(block.stream.values()))
     space, sharded = run.grid.sharing(block.whole, run.inside)
     plan = attention_plan(space, form, block.whole, sharded, ulysses=run.mode == "ulysses")
-    return parallel(plan, LocalComm() if sharded is None else space.comm, seed=run.seed)
+    return surround(plan, LocalComm() if sharded is None else space.comm, seed=run.seed)
 
 
 @contextmanager

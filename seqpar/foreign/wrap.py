@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from seqpar.comm import Comm
+from seqpar.comm.entry import on_one_rank
 
 PARALLEL = "_seqpar"  # an attribute that marks other modules with a parallel forward
 INSIDE = 64  # objects in the wrappers of a module that are looked into
@@ -148,9 +149,11 @@ class ParallelModel:
         """Inside, the model and its copies are as before, on this rank alone."""
         before = self.asleep, self.alone
         self.asleep = self.alone = True
+        on_one_rank.open, on_one_rank.begun = on_one_rank.open + 1, on_one_rank.begun + 1
         try:
             yield
         finally:
+            on_one_rank.open -= 1
             self.asleep, self.alone = before[0] or self._over, before[1]
 
     @contextmanager

@@ -140,7 +140,7 @@ def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], grads: Sequence[bool]
     return [x.new_empty(x.shape) for x in xs], torch.empty((), dtype=torch.int64, device="cpu")
 
 
-ALL_SUM = CollectiveOp("all_sum", _run, adjoint=_adjoint, checks=False)
+ALL_SUM = CollectiveOp("all_sum", _run, adjoint=_adjoint, checks=False, verb=False)
 ALL_SUM.define(None, "(Tensor[] xs, Tensor[] handles, bool[] grads) -> (Tensor[] ys, Tensor ticket)", _fake)
 
 

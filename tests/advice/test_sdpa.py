@@ -750,9 +750,10 @@ def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa(way: s
         own = Model()
         own.load_state_dict(model.state_dict())
         rows = seqpar.shard(x, PLAN, comm.rank)[None]
+        remedy = r"made parallel by seqpar.parallelize\(model, comm, sdpa=True\), .* or enter seqpar.sdpa\(plan, comm\)"
+        with pytest.raises(RuntimeError, match=remedy), seqpar.parallel(PLAN, comm):
+            own(rows)
         seqpar.parallelize(own, comm, sdpa=True)
-        with seqpar.parallel(PLAN, comm):
-            Model.forward(own, rows)
         with seqpar.parallel(PLAN, comm):
             if way == "itself":
                 y = own(rows)
@@ -761,9 +762,7 @@ def test_a_part_of_a_parallel_model_is_called_by_the_model_or_inside_sdpa(way: s
                     y = Model.forward(own, rows)
         return seqpar.unshard(y[0], PLAN, comm)
 
-    with advised(UserWarning, "call the model itself, or enter seqpar.sdpa(plan, comm) around the call"):
-        found = run_threads(2, rank)
-    assert all(torch.allclose(each, out[0]) for each in found)
+    assert all(torch.allclose(each, out[0]) for each in run_threads(2, rank))
 
 
 def test_a_copy_of_a_parallel_model_is_made_before_or_after_or_anew() -> None:

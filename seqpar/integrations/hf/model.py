@@ -73,7 +73,7 @@ from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.ahead import attention_seen, recurrent_seen
 from seqpar.ops.core.autocast import autocast_dtype
 from seqpar.ops.core.collective_op import layer_calls
-from seqpar.parallel import derived_seed, parallel
+from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
 from seqpar.train.loop import Loop
 
@@ -359,7 +359,7 @@ class ParallelTransformer(ParallelModel):
         if self.fit.recurrent:  # ranks with the same model and share have the same plan for its mixers
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
-        around.enter_context(parallel(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
+        around.enter_context(surround(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
         state = Forward(self._maker(own), partial(self._gathered, own), longest=self._longest)
         around.enter_context(during(state))
         return around

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +24,11 @@ from seqpar.integrations.sdpa.trials import refused, warn_untried
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import under_way
-from seqpar.parallel import IDLE, derived_seed, surrounded, surrounding
+from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
 from seqpar.train.wrappers import Averaging, LossCheck
-
-# models that take the plan of the block around them, until a block of their comm was warned of
-_handles: WeakKeyDictionary[Comm, WeakSet[ParallelModel]] = WeakKeyDictionary()
 
 
 def parallelize(
@@ -57,8 +52,6 @@ def parallelize(
     surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its
     attention: here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it,
     or if a transformers model makes the mask of its window for a document but not for a rank's fewer rows.
-
-    Warns once where a `seqpar.parallel` block ends in which no attention was rerouted, as if only parts were called.
     """
     if not isinstance(plan, (Plan, type(None))):
         raise TypeError(
@@ -73,26 +66,7 @@ def parallelize(
     handle, forward = ParallelModel(model, comm), _Forward(comm, plan, local, dropout_seed, numerics)
     handle.put_around(model, forward)
     handle.on_undo(forward.close)
-    if plan is None and comm.size > 1:
-        handles = _handles.setdefault(comm, WeakSet())
-        handles.add(handle)
-        IDLE[comm] = partial(_warn_of_idle_block, handles)
     return handle
-
-
-def _warn_of_idle_block(handles: WeakSet[ParallelModel]) -> None:
-    """Warn once if a block ended in which no attention was rerouted, though a model is parallel that asks for one."""
-    found = next((each for each in handles if not each.asleep), None)
-    if found is None:
-        return
-    handles.clear()
-    name = type(found.model).__name__
-    warnings.warn(
-        "sdpa: no attention was rerouted inside this block of seqpar.parallel; that of a forward of the parallel "
-        f"{name} would be, but its parts and other methods see this rank's rows alone; call the model itself, or enter "
-        "seqpar.sdpa(plan, comm) around the call",
-        stacklevel=4,
-    )
 
 
 class _Forward:

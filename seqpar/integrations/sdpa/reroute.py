@@ -36,7 +36,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks, remember
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
-from seqpar.parallel import derived_seed, parallel
+from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
 
 Local = Callable[[Tensor, Tensor], bool]
@@ -111,7 +111,7 @@ class Rerouting(TorchFunctionMode):
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
             raise RuntimeError("sdpa: this block is entered already; enter a new one to nest them")
-        self.surroundings = nullcontext() if under_trial() else parallel(self.plan, self.comm)
+        self.surroundings = nullcontext() if under_trial() else surround(self.plan, self.comm)
         self.calls, self.outside = self.first, under_way()
         self.models = ModelsInside(self.plan, self.comm, self._alike, sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()

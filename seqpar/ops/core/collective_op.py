@@ -56,10 +56,10 @@ class LayerCalls(threading.local):
     """The layers' calls of this thread, those of compiled graphs included.
 
     begun: of attention; also those that are refused, and those of a model whose checkpoint has the result. run: of
-    attention and recurrences; those that an op has run.
+    attention and recurrences; those that an op has run. verbs: of all verbs, and of their backward passes too.
     """
 
-    begun = run = 0
+    begun = run = verbs = 0
 
 
 layer_calls = LayerCalls()
@@ -106,7 +106,7 @@ class CollectiveOp:
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
     grads, needs), for any other, returns the gradients of the first tensors; the rest have none. reads_results: whether
     that needs the results of forward, which graphs then save. checks: whether a call refuses transforms, and leaves
-    tensors that are not dense to `run`; False where the verb has checked both.
+    tensors that are not dense to `run`; False where the verb has checked both. verb: whether it moves rows.
     """
 
     def __init__(
@@ -118,8 +118,10 @@ class CollectiveOp:
         back: Callable[..., Tensors] | None = None,
         reads_results: bool = False,
         checks: bool = True,
+        verb: bool = True,
     ) -> None:
-        run = run if back is None else _counted(run)
+        run = _counted(run, layer=back is not None) if verb else run
+        back = None if back is None else _counted(back)
         self.name, self.run, self.adjoint, self.back, self.checks = name, run, adjoint, back, checks
         self.reads_results = reads_results
         self._recorded, self._unrecorded = uncompiled(_Eager.apply), uncompiled(run)
@@ -216,11 +218,12 @@ class CollectiveOp:
             return getattr(torch.ops.seqpar, self.name)(*arguments)
 
 
-def _counted(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The run of a layer's op, which counts its calls."""
+def _counted(run: Callable[..., Any], *, layer: bool = False) -> Callable[..., Any]:
+    """The run of a verb, or its backward, which counts its calls. layer: whether it runs attention or a recurrence."""
 
     def counted(*arguments: Any) -> Any:
-        layer_calls.run += 1
+        layer_calls.verbs += 1
+        layer_calls.run += layer
         return run(*arguments)
 
     return counted

@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import seqpar
-from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, Plan, attention
 from seqpar.integrations.sdpa import parallelize, sdpa
 from seqpar.integrations.sdpa.mask import samples_meet
 from seqpar.ops.core import regions
@@ -734,46 +734,30 @@ OUTSIDE: dict[str, Callable[[Halves, Tensor], Tensor]] = {
 }
 
 
-IDLE = "sdpa: no attention was rerouted inside this block of seqpar.parallel"
+IDLE = "parallel: nothing in this block used its plan"
 
 
-@pytest.mark.parametrize("way", OUTSIDE)
-def test_a_block_that_only_attends_to_a_shard_warns_once(way: str) -> None:
+@pytest.mark.parametrize("way", [*OUTSIDE, "forgotten", "undone", "without gradients"])
+def test_a_block_that_only_attends_to_a_shard_is_an_error(way: str) -> None:
     model, mask = made(halves), Mask(DOCUMENTS)
 
     def rank(comm: Comm) -> None:
         own, plan = copy.deepcopy(model), PLANS["ring"](mask, comm.size)
         x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
-        parallelize(own, comm)
-        with seqpar.parallel(plan, comm):
-            OUTSIDE[way](own, x)
-        with seqpar.parallel(plan, comm):
-            OUTSIDE[way](own, x)
+        if way != "forgotten":
+            handle = parallelize(own, comm)
+        if way == "undone":
+            handle.undo()
+        for _ in range(2):
+            run = torch.no_grad() if way == "without gradients" else contextlib.nullcontext()
+            with run, pytest.raises(RuntimeError, match=IDLE), seqpar.parallel(plan, comm):
+                OUTSIDE.get(way, lambda model, x: model.run(x))(own, x)
 
-    with pytest.warns(UserWarning) as told:
-        run_threads(2, rank)
-    assert [str(each.message).startswith(IDLE) for each in told] == [True] * 2, "on each rank"
-    assert {each.filename for each in told} == {__file__}
-
-
-def test_a_block_warns_of_a_model_whose_successor_was_restored() -> None:
-    model, mask = made(halves), Mask(DOCUMENTS)
-
-    def rank(comm: Comm) -> None:
-        first, second = copy.deepcopy(model), copy.deepcopy(model)
-        plan = PLANS["ring"](mask, comm.size)
-        x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
-        parallelize(first, comm)
-        parallelize(second, comm).undo()
-        with seqpar.parallel(plan, comm):
-            first.run(x)
-
-    with pytest.warns(UserWarning, match=IDLE):
-        run_threads(2, rank)
+    run_threads(2, rank)
 
 
 @pytest.mark.filterwarnings("error")
-def test_blocks_in_which_a_model_is_called_or_nothing_is_computed_warn_of_nothing() -> None:
+def test_blocks_whose_plan_is_used_or_in_which_nothing_is_computed_are_none() -> None:
     model, mask = made(halves), Mask(DOCUMENTS)
 
     def rank(comm: Comm) -> None:
@@ -781,18 +765,30 @@ def test_blocks_in_which_a_model_is_called_or_nothing_is_computed_warn_of_nothin
         x = seqpar.shard(inputs()[0], plan, comm.rank)[None]
         handle = parallelize(own, comm)
         with seqpar.parallel(plan, comm):
-            loss = own(x).sum()
+            loss = checkpoint(lambda y: y.sin(), own(x).sum(), use_reentrant=False)
         with seqpar.parallel(plan, comm):
             loss.backward()
+        with seqpar.parallel(plan, comm):
+            pass
         with seqpar.parallel(plan, comm), seqpar.sdpa(plan, comm):
             own.run(x)
-        with handle.local(), seqpar.parallel(plan, comm):
-            own.run(x)
-        handle.undo()
         with seqpar.parallel(plan, comm):
             own.run(x)
+            attention(*[x[0, :, None]] * 3, plan, comm)
+        with seqpar.parallel(plan, comm):
+            seqpar.unshard(x[0], plan, comm)
+        for several in ([handle.local(), seqpar.parallel(plan, comm)], [seqpar.parallel(plan, comm), handle.local()]):
+            with several[0], several[1]:
+                own.run(x)
+        with pytest.raises(KeyError), seqpar.parallel(plan, comm):
+            own.run(x)
+            raise KeyError
+        handle.undo()
 
     run_threads(2, rank)
+    alone, plan = LocalComm(), PLANS["ring"](mask, 1)
+    with seqpar.parallel(plan, alone):
+        model.run(inputs()[0][None])
 
 
 def call(q: Tensor, rows: int | None = None, **options: Any) -> Tensor:

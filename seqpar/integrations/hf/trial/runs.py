@@ -43,7 +43,7 @@ from seqpar.integrations.hf.trial.wide import quantised, wide
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.ops.core.collective_op import layer_calls
-from seqpar.parallel import parallel
+from seqpar.parallel import surround
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy
 
@@ -176,7 +176,7 @@ class TrialRuns:
         state = Forward(note=lambda _, padding: Noted(padding), text=text.config) if inner else self.state
         first = layer_calls.run
         try:
-            with parallel(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
+            with surround(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
                 given = plain(self.model) | hiding(self.model) | self._typed(ids) | options
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
             self.calls = min(self.calls, layer_calls.run - first)
