@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.programs import Programs
+from tests.releases import skip_newer
 from tests.sampling import sample
 
 # Triton decides when a kernel is defined whether it will be interpreted: before the first import of one. The tests run
@@ -73,6 +74,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Longest files first, each in its own order; the tests of `QUICK` marked, and what CI leaves out of samples."""
+    skip_newer(items)
     top = Path(__file__).parent
     places = {top / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))

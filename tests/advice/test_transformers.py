@@ -587,17 +587,17 @@ def test_backward_through_checkpoints_goes_before_undo_and_outside_local(way: st
 
 @pytest.mark.parametrize("way", ["made", "told"])
 def test_a_model_that_cannot_use_the_name_is_made_parallel_without_it(way: str) -> None:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4}
-    config = transformers.GPTJConfig(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    config = transformers.GPTNeoConfig(vocab_size=VOCABULARY, max_position_embeddings=32, window_size=5, **sizes)
     torch.manual_seed(0)
-    model = transformers.GPTJForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
+    model = transformers.GPTNeoForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
     with advised(
         NotImplementedError, "leave the name out and give the model to seqpar.parallelize, which knows some such models"
     ):
         if way == "told":
             model.set_attn_implementation("seqpar")
         else:
-            transformers.GPTJForCausalLM._from_config(copy.deepcopy(config), attn_implementation="seqpar")
+            transformers.GPTNeoForCausalLM._from_config(copy.deepcopy(config), attn_implementation="seqpar")
     expected = loss_of(model)
     with seqpar.parallelize(model, LocalComm()):
         assert loss_of(model) == pytest.approx(expected, rel=1e-5)

@@ -204,7 +204,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
               "num_experts": 1, "num_experts_per_tok": 1},
     "bamba": {"attn_layer_indices": [1]},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention"], "mtp_layers_block_type": "unset",
+        "layers_block_type": ["mamba", "attention"], "mtp_layers_block_type": "unset",
         "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "conv_kernel": 3,
         "chunk_size": 8, "use_mamba_kernels": False, "num_hidden_layers": "unset",
         "moe_shared_expert_intermediate_size": 16,

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATE = "it carries a state from token to token (a recurrent or state space model)"
-HYBRID_LAYERS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
+HYBRID_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 CROSS = "it has cross-attention (an encoder and a decoder)"
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 ASKED = "output_router_logits"

@@ -145,7 +145,7 @@ def _like(told: Any, device: torch.device) -> Any:
 def zero_of(features: Any) -> Any:
     """0, depending on all features that reach the text model: not on hidden states that stand beside them."""
     if isinstance(features, ModelOutput):
-        features = [features.get(name) for name in ("pooler_output", "deepstack_features")]
+        features = [getattr(features, name, None) for name in ("pooler_output", "deepstack_features")]
     return sum(0 * x.sum() for x in _tensors(features))
 
 

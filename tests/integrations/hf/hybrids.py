@@ -27,7 +27,7 @@ FAMILIES: dict[str, Architecture] = {
         ("mamba2", "mamba2", {"n_groups": 2, "use_bias": True}),
         ("qwen3_next", "qwen3_next", {"mlp_only_layers": [1]} | MOE),
         ("lfm2", "lfm2", {"conv_bias": True}),
-        ("nemotron_h", "nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}),
+        ("nemotron_h", "nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}),
         ("jamba", "jamba", {"num_experts": 4, "num_experts_per_tok": 2, "mamba_proj_bias": True}),
         ("recurrent_gemma", "recurrent_gemma", {}),
         ("minimax", "minimax", {}),

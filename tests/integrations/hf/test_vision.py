@@ -236,7 +236,7 @@ def _frozen_but_for_the_text(model: Any) -> None:
 
 
 def _checkpointed(model: Any) -> None:
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
 
 
 @pytest.mark.parametrize("prepare", [_frozen, _frozen_but_for_the_text, _checkpointed])
