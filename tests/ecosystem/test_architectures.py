@@ -19,6 +19,8 @@ pytest.importorskip("transformers", reason="the table is of transformers' archit
 
 from transformers import PreTrainedModel  # noqa: E402
 
+import seqpar  # noqa: E402
+from seqpar.parallel import surround  # noqa: E402
 from tests.ecosystem.architectures import TABLE, Architecture  # noqa: E402
 from tests.ecosystem.ways import verdict, ways  # noqa: E402
 
@@ -59,6 +61,7 @@ def test_a_registered_model_that_edits_its_mask_is_told_so() -> None:
 def test_what_nobody_refuses_would_be_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's measure, on a model that nothing keeps from computing each rank's rows alone."""
     monkeypatch.delattr(PreTrainedModel, "__call__")
+    monkeypatch.setattr(seqpar, "parallel", surround)  # which needs nothing to use its plan
     assert verdict(TABLE["rwkv"], "registered zigzag", DTYPES[dtype]).startswith("WRONG by ")
 
 

@@ -157,7 +157,7 @@ def _refused(model: PreTrainedModel, why: str) -> NotImplementedError:
     """The error for a call of a model that was loaded with `KEY`."""
     return NotImplementedError(
         f"{type(model).__name__}, loaded with attn_implementation={KEY!r}, {why}; load it with "
-        "attn_implementation='eager' and give each rank whole documents of its own"
+        "attn_implementation='eager' and give each rank whole documents of its own, outside of seqpar.parallel"
     )
 
 
