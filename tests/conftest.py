@@ -38,7 +38,7 @@ LONGEST = (
     "kernels/test_vendor.py", "integrations/hf/test_vision.py", "integrations/hf/test_loops.py",
     "integrations/test_diffusers.py", "kernels/test_triton_ends.py", "test_bench_gpu.py", "ops/test_compile.py",
     "ops/test_refusals.py", "comm/test_shm.py", "comm/test_peer.py", "integrations/sdpa/test_sdpa.py",
-    "kernels/test_kernels.py", "integrations/hf/test_model.py", "kernels/recurrent/test_triton.py", "test_bench.py",
+    "kernels/test_kernels.py", "integrations/hf/test_model.py", "test_bench.py",
 )  # fmt: skip
 
 

@@ -129,8 +129,6 @@ ORDER = {
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         preference
         recurrent/protocol recurrent/reference recurrent/chunked recurrent/steps recurrent/native
-        recurrent/triton/config recurrent/triton/tables recurrent/triton/tile recurrent/triton/pairs
-        recurrent/triton/walk recurrent/triton/rows recurrent/triton/launch recurrent/triton
         recurrent/vendor/trial recurrent/vendor/fla recurrent/vendor
         recurrent __init__
     """,

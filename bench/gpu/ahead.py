@@ -22,11 +22,9 @@ from multiprocessing import get_context
 
 import torch
 
-from bench.gpu import binaries, correct, launches, recurrent, ring, speed, trees, tune
+from bench.gpu import binaries, correct, launches, ring, speed, trees, tune
 from bench.gpu.calls import OfKernel, Problem, Setup
 from seqpar.kernels.dispatch import triton_installed
-from seqpar.kernels.recurrent import KERNELS
-from seqpar.kernels.recurrent.vendor.trial import fault
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure
 
@@ -59,11 +57,6 @@ class Absent:
         many = ring.virtual(layout, transport, 8, self.kernel(), Problem(ring.setup_of(False), CPU))
         many.forward()
         many.backward()
-
-    def recurrence(self, call: recurrent.Call) -> None:
-        """Compile what forward and backward of a recurrence launch, and the two short runs that are checked before."""
-        fault(KERNELS["triton"], call.spec(CPU))
-        call.run(KERNELS["triton"], CPU)()
 
     def candidate(self, candidate: tune.Candidate) -> None:
         """Compile a candidate, once as `tune` looks at its resources and once as it is launched."""
@@ -101,8 +94,6 @@ def work(slices: list[str]) -> list[Work]:
     found += [(str(setup), partial(Absent.call, setup=setup)) for setup in setups]
     if "ring" in slices:
         found += [(f"ring {way}", partial(Absent.ranks, layout="zigzag", transport=way)) for way in ("fetch", "ring")]
-    if "recurrent" in slices:
-        found += [(f"recurrent {c.name}", partial(Absent.recurrence, call=c)) for c in recurrent.calls(False)]
     if "tune" in slices:
         found += [(f"tune {c.call}, {c}", partial(Absent.candidate, candidate=c)) for c in tune.candidates()]
     return found
@@ -124,7 +115,7 @@ def done(gpu: Absent, item: Work) -> tuple[bool, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a line for everything that was compiled. The exit code: 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    slices = ("correct", "forward", "ring", "trees", "recurrent", "tune")
+    slices = ("correct", "forward", "ring", "trees", "tune")
     parser.add_argument("--slice", action="append", choices=slices, help="forward is backward too")
     parser.add_argument("--capability", type=int, default=90, choices=sorted(binaries.SHARED))
     parser.add_argument(

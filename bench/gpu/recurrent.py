@@ -20,7 +20,7 @@ from bench.gpu.speed import rate
 from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel, RecurrentSpec
 from seqpar.kernels.recurrent.vendor.trial import fault
 
-TIMED = ("chunked", "triton", "fla")
+TIMED = ("chunked", "fla")
 DTYPE = torch.bfloat16
 
 

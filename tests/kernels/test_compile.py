@@ -101,23 +101,6 @@ def test_small_kernels_compile_for_every_generation(where) -> None:
     assert dense and all(row["widest"] > 1 for row in dense), "rows are moved many bytes at a time"
 
 
-@pytest.mark.parametrize("where", versions())
-def test_recurrent_kernels_compile_for_every_generation(where) -> None:
-    from bench.gpu.binaries import SHARED
-    from bench.gpu.recurrent_binaries import GENERATIONS, shipped
-
-    rows = committed("recurrent_binaries", where)
-    cases = [asdict(case) for generation in GENERATIONS for case in shipped(generation)]
-    assert list({str(case): case for row in rows for case in [{k: row[k] for k in cases[0]}]}.values()) == cases
-    assert not [row for row in rows if "error" in row]
-    kernels = {"pairs", "walk", "outputs", "walk_back", "pair_gradients", "gradients"}
-    assert {row["kernel"] for row in rows} == kernels
-    # registers that go to local memory are reported; most are of float32, whose products are three
-    limits = {"fp32": 1536}
-    assert all(row["spilled"] <= limits.get(row["dtype"], 512) for row in rows)
-    assert all(row["shared"] <= SHARED[row["generation"]] for row in rows)
-
-
 @pytest.fixture
 def package(tmp_path) -> Path:
     """A copy of the Triton package, to edit."""
@@ -177,7 +160,6 @@ SAMPLES = [
     pytest.param("binaries", ["--dim", 64, "--generation", 90, "--dtype", "bf16", "--direction", "dq"], id="attention"),
     pytest.param("binaries", [], id="all attention", marks=ALL),
     pytest.param("small_binaries", [], id="all small", marks=ALL),
-    pytest.param("recurrent_binaries", [], id="all recurrent", marks=ALL),
 ]
 
 

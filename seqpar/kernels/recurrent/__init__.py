@@ -5,11 +5,10 @@ from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec
 from seqpar.kernels.recurrent.reference import TokenByToken
 from seqpar.kernels.recurrent.steps import Steps
-from seqpar.kernels.recurrent.triton import TritonChunks
 from seqpar.kernels.recurrent.vendor import FlashLinear
 
 KERNELS: dict[str, RecurrentKernel] = {
-    kernel.name: kernel for kernel in (NativeChunks(), Chunked(), TokenByToken(), TritonChunks(), FlashLinear())
+    kernel.name: kernel for kernel in (NativeChunks(), FlashLinear(), Chunked(), TokenByToken())
 }
 CHANNEL_KERNELS: dict[str, RecurrentKernel] = {kernel.name: kernel for kernel in (Steps(), TokenByToken())}
 

@@ -50,8 +50,8 @@ def linear_attention(
     in any floating dtype. Under autocast q, k and v are cast as for torch's own attention, and nothing else. scale: by
     default ``K ** -0.5``. normalize: divides q and k by their Euclidean norms, with 1e-6 added to the squares.
     initial_state [documents, H, K, V]: equal on all ranks, which ``check="call"`` compares, and so is whether it
-    requires a gradient. kernel: "auto", "native" (on the CPU), "chunked", "reference", or by name alone "triton" (on
-    CUDA, no decay of channels) and "fla" (flash-linear-attention, on CUDA in 16 bits), which no GPU has timed.
+    requires a gradient. kernel: "auto", "native" (on the CPU), "fla" (flash-linear-attention, on CUDA in 16 bits),
+    "chunked" or "reference"; "auto" takes the first of them that can compute the call.
 
     travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
     each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in

@@ -187,6 +187,17 @@ def test_refusals(adapter, monkeypatch) -> None:
     assert choose("auto", SPEC._replace(device="cuda")) is KERNELS["chunked"]
 
 
+@pytest.mark.parametrize("fault", [None, "the state of a run is off by 0.5 of its size"])
+def test_on_cuda_auto_takes_a_library_that_is_right_and_passes_over_another(fault, adapter, monkeypatch) -> None:
+    adapter.device = "cuda"
+    monkeypatch.setattr(fla, "no_cuda", lambda: None)
+    monkeypatch.setattr(fla, "fault", lambda kernel, spec: fault)
+    monkeypatch.setitem(KERNELS, "fla", adapter)
+    on_cuda = SPEC._replace(device="cuda")
+    assert choose("auto", on_cuda) is (KERNELS["chunked"] if fault else adapter)
+    assert choose("auto", on_cuda._replace(dtype=torch.float32)) is KERNELS["chunked"]
+
+
 def test_no_rows_and_no_exported_runs(adapter) -> None:
     for runs in ((), (3,)):
         *rows, entering = (x.requires_grad_() for x in replace(BASE, runs=runs).inputs())
