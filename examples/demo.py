@@ -48,7 +48,6 @@ import seqpar
 from seqpar.cli.flags import integer
 from seqpar.cli.output import CommandError, print_table
 from seqpar.cli.plan import hardware, picture
-from seqpar.cli.run import launch
 from seqpar.comm import shm
 from seqpar.comm.protocol import Stats
 
@@ -624,6 +623,49 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
         for text in closing(args.ranks) if passed else ():
             report.line(text)
     return passed
+
+
+def launch(ranks: int, script: Path, args: Sequence[str]) -> int:
+    """Run `script` on `ranks` local processes. Returns the first failed rank's exit code, 128 + n for signal n, or 0.
+
+    OMP_NUM_THREADS is set to the machine's cores divided by the ranks, unless it is set already. Ctrl-C ends every rank
+    at once and returns 130.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # The launcher passes the signal it gets on to its ranks. It must not get SIGINT: Python turns that into an
+    # exception, which waits until the rank leaves its collective. SIGTERM ends the rank inside it.
+    handled = ",".join(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        # A second Ctrl-C must not interrupt the shutdown of the ranks.
+        if not interrupted:
+            interrupted = True
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        flags = ["--standalone", "--nproc-per-node", str(ranks), "--signals-to-handle", handled]
+        run(parse_args([*flags, str(script), *args]))
+    except ChildFailedError as error:
+        # The rank's own traceback is above.
+        rank, failure = error.get_first_failure()
+        code = int(failure.exitcode)
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        how = f"exited with {code}" if code >= 0 else f"was ended by {names.get(-code, f'signal {-code}')}"
+        print(f"demo: rank {rank} failed first: it {how}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
+    except SignalException as error:
+        return 130 if interrupted else 128 + int(error.sigval)
+    finally:
+        # After an interruption nothing is left to do but return: another Ctrl-C must not turn that into a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if interrupted else before)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "demo") -> int:

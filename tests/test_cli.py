@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.cli import calibrate, demo, doctor, main, output, plan, run
+from seqpar.cli import calibrate, demo, doctor, main, output, plan
 from seqpar.cli.output import CommandError, print_table
 from seqpar.comm import shm
 from seqpar.planner import Hardware, plan_batch
@@ -450,28 +450,21 @@ def test_doctor_names_cuda_devices_and_refuses_mps(monkeypatch: pytest.MonkeyPat
 
 
 def command(*argv: str, **options: object) -> subprocess.Popen[str]:
-    """A command in a process group of its own, as a shell starts it."""
+    """A script on two ranks that the demo starts, in a process group of its own, as a shell starts it."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "seqpar", *argv], text=True, start_new_session=True, env=env,
+        [sys.executable, "-c", LAUNCH, *argv], text=True, start_new_session=True, env=env,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
     )  # fmt: skip
 
 
-def test_run_starts_ranks_and_hands_arguments_on(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys, pathlib\nrank = os.environ['RANK']\n"
-        "facts = [os.environ[k] for k in ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS')] + sys.argv[2:]\n"
-        "pathlib.Path(sys.argv[1], rank).write_text(' '.join(facts))\n",
-        encoding="utf-8",
-    )
-    process = command("run", "-n", "2", str(script), str(tmp_path), "--json", "-n", "7", "--", "x")
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, out + err
-    threads = max(1, os.cpu_count() // 2)
-    for rank in "01":
-        assert (tmp_path / rank).read_text() == f"2 {rank} {threads} --json -n 7 -- x"
+LAUNCH = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "examples")!r})
+from demo import launch
+sys.exit(launch(2, Path(sys.argv[1]), sys.argv[2:]))
+"""
 
 
 @pytest.mark.parametrize(
@@ -484,14 +477,14 @@ def test_run_starts_ranks_and_hands_arguments_on(tmp_path: Path) -> None:
     ids=["exit", "signal", "real-time signal"],
 )
 @pytest.mark.sampled(2)
-def test_run_returns_the_code_of_the_rank_that_failed_and_ends_the_others(
+def test_the_demo_returns_the_code_of_the_rank_that_failed_and_ends_the_others(
     tmp_path: Path, ending: str, code: int, how: str
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(2000)\n", encoding="utf-8"
     )
-    process = command("run", "-n", "2", str(script))
+    process = command(str(script))
     _, err = process.communicate(timeout=600)
     assert process.returncode == code, err
     assert f"rank 1 failed first: it {how}" in err
@@ -535,7 +528,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 def test_an_interruption_leaves_no_process_behind(tmp_path: Path, sent: int, times: int, code: int) -> None:
     # Rank 0 sits inside a collective that never completes, where Python's own SIGINT handler would not run.
     (tmp_path / "script.py").write_text(BLOCKED, encoding="utf-8")
-    process = command("run", "-n", "2", str(tmp_path / "script.py"), str(tmp_path))
+    process = command(str(tmp_path / "script.py"), str(tmp_path))
     try:
         files = [tmp_path / "0", tmp_path / "1"]
         assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 300)
@@ -552,20 +545,24 @@ def test_an_interruption_leaves_no_process_behind(tmp_path: Path, sent: int, tim
     assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
 
 
-def test_run_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["run", "-n", "2", str(tmp_path / "nothing.py")]) == 2
-    assert main(["run", "-n", "0", __file__]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"seqpar run: no such file: {tmp_path / 'nothing.py'}",
-        "seqpar run: -n must be 1 to 1,024, got 0",
-    ]
+def test_run_prints_the_line_of_torchrun_that_does_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", "my script.py", "--json", "-n", "7"]) == 2
+    line = "torchrun --standalone --nproc-per-node 2 'my script.py' --json -n 7"
+    assert capsys.readouterr().err.splitlines() == [f"seqpar run: use {line}"]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """What would have been launched, with exit code 5."""
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(run, "launch", lambda *args: calls.append(args) or 5)
+    load = demo.load
+
+    def loaded(script: Path) -> object:
+        module = load(script)
+        module.launch = lambda *args: calls.append(args) or 5
+        return module
+
+    monkeypatch.setattr(demo, "load", loaded)
     return calls
 
 

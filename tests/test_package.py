@@ -105,7 +105,7 @@ ORDER = {
         probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial
         probe/inspection probe/calls
         sdpa/fused sdpa/mask sdpa/trials sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/sizes hf/shape hf/planning hf/worth hf/ahead hf/attention hf/registry
+        hf/mask hf/forward hf/sizes hf/shape hf/planning hf/ahead hf/attention hf/registry
         hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers

@@ -312,5 +312,3 @@ def test_lines_of_a_plan_and_of_the_log_are_those_of_the_package() -> None:
     for line, _ in rows(TROUBLES, "line")[:-2]:  # the last two are of forecasts
         for label in re.findall("`([^`]+)`", line)[:1]:
             assert label.removesuffix(" …") in shown, label
-    (said,) = re.findall(r"INFO:seqpar\.integrations:\w+: (.*?): of 8 batches", " ".join(TROUBLES.split()))
-    assert any(said in message for message in texts())

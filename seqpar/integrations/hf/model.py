@@ -67,7 +67,6 @@ from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, le
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
-from seqpar.integrations.hf.worth import Worth
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement, plan_key, remember
 from seqpar.ops.core.ahead import attention_seen, recurrent_seen
@@ -127,7 +126,6 @@ class ParallelTransformer(ParallelModel):
         self.text = text_of(model)
         self._last = model.base_model if self.text is model else self.text  # the last module before the head
         self.source, self.average_over, self.logits = source, average_over, logits
-        self._worth = Worth(type(model).__name__)
         self._hidden: list[Tensor] | None = None  # collects the base model's last hidden states, if needed
         self._running = False
         self._head: HeadCall | None = None  # the call of a head that pools, which this thread is in
@@ -456,10 +454,8 @@ class ParallelTransformer(ParallelModel):
         if own.places is not None:
             self._check_holes()
         self._count += 1
-        if training:
-            self._worth.note(own)
-            if items is not None and not self.fit.by_items:
-                self._items.note(items, own.valid)
+        if training and items is not None and not self.fit.by_items:
+            self._items.note(items, own.valid)
         logits, chunked = self._output(labels)
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
         tells = chunked and bool(len(own.positions)) and self._afterwards.scaled

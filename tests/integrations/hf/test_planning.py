@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqpar
-from seqpar import Comm, LocalComm, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, Plan, plan_batch
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf import planning
-from seqpar.integrations.hf.planning import ModelPlanner
+from seqpar.integrations.hf.planning import ModelPlanner, forecast_apart
 from seqpar.planner import Forecast
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
@@ -129,3 +129,14 @@ def test_one_rank_has_nobody_to_bring_documents_to() -> None:
     with seqpar.parallelize(llama(), LocalComm()) as handle:
         out = handle.model(input_ids=torch.ones(1, 7, dtype=torch.long))
     assert out.logits.shape == (1, 7, 61)
+
+
+def test_ranks_apart_take_what_plans_of_their_documents_take() -> None:
+    lengths = [3000, 100, 200, 2500]
+    plan = plan_batch(lengths, 2, model="llama-8b")
+    forecast = plan.forecast
+    assert isinstance(forecast, Forecast)
+    source = Layout.from_pieces([0, 3000, 3100, 3300], lengths, [0, 0, 1, 1], 2)
+    alone = [plan_batch(own, 1, model=forecast.model).forecast for own in (lengths[:2], lengths[2:])]
+    apart = forecast_apart(Mask(lengths), source, forecast.model, forecast.hardware)
+    assert apart.seconds == pytest.approx(max(x.seconds for x in alone), rel=1e-6)
