@@ -46,7 +46,7 @@ class Home(NamedTuple):
             total = sum(self.lengths) if self.shape is None else math.prod(self.shape)
             x = x.new_zeros(total, *x.shape[1:]).index_copy(0, placed([self.kept], x.device)[0], x)
         if self.shape is None:
-            return list(torch.split(x, list(self.lengths)))
+            return list(torch.split(x, list(self.lengths))) or [x]  # of no documents: one with the graph
         return x.reshape(*self.shape, *x.shape[1:])
 
 

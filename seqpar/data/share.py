@@ -190,8 +190,9 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
     """Results [rows, ...] of a share, returned to this rank's own batch in its own shape. A collective.
 
     x: ``share.plan.rows(rank)`` rows, like ``share.tensors``. Returns [B, S, ...] with 0 where the batch has no token,
-    or a list of [S_i, ...]; for None [0, ...]. For a replicated batch every rank gets everything. The adjoint moves
-    gradients back the same way; those of a replicated batch are summed over ranks.
+    or a list of [S_i, ...]; for None [0, ...], and for an empty list a list of one such. Use it in the loss: rows
+    that this rank computed for others get their gradients in its backward. For a replicated batch every rank gets
+    everything. The adjoint moves gradients back the same way; those of a replicated batch are summed over ranks.
 
     Raises: ValueError for a wrong number of rows, on every rank.
     """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from seqpar.comm import Comm
+from seqpar.comm import Comm, PeerError
 from seqpar.comm.base import is_group
 from seqpar.comm.local import warn_alone
 from seqpar.integrations.adapters import is_of, unwrapped
@@ -48,12 +50,21 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         model = unwrapped(model)
     if plan is not None:
         options["plan"] = plan
-    if sdpa and "average_over" in options:
-        raise TypeError(
-            f"parallelize({type(model).__name__}, sdpa=True, average_over=): its loss is computed outside of it; "
-            "give average_over to seqpar.train.cross_entropy or linear_cross_entropy"
-        )
-    return _parallelize_of(model, sdpa, staged="spec" in options)(model, comm, **options)
+    make, name = _parallelize_of(model, sdpa, staged="spec" in options), type(model).__name__
+    try:
+        if sdpa and "average_over" in options:
+            raise TypeError(
+                f"parallelize({name}, sdpa=True, average_over=): its loss is computed outside of it; "
+                "give average_over to seqpar.train.cross_entropy or linear_cross_entropy"
+            )
+        _, _, *known = inspect.signature(make).parameters
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(f"parallelize({name}) got {unknown}, its options are {known}; leave the others out")
+    except TypeError as error:
+        with suppress(PeerError):
+            comm.gather("parallelize", None, error)  # the others are in a gathering too, here or in a forward
+        raise
+    return make(model, comm, **options)
 
 
 def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[..., ParallelModel]:

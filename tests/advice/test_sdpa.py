@@ -23,6 +23,7 @@ from seqpar.parallel import surrounding
 from seqpar.testing import dense_attention, run_processes, run_threads
 from seqpar.train import cross_entropy, sync_gradients, token_mean
 from tests.advice.remedies import advised, default_group
+from tests.integrations.hf.models import build
 from tests.integrations.probe.models import ALONE as ALONE_BY_ROWS
 from tests.integrations.probe.models import made
 from tests.integrations.probe.test_rows_together import call, meeting
@@ -875,6 +876,34 @@ def test_a_loss_outside_of_the_model_is_told_what_averages_its_gradients() -> No
 
     found = torch.stack(run_threads(2, rank)).mean(0)  # as DDP's
     assert torch.allclose(found, model.linear.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sdpa"])
+def test_an_option_that_one_rank_alone_gives_and_no_model_has_is_left_out(kind: str) -> None:
+    torch.manual_seed(1)
+    sdpa, x = kind == "sdpa", WHOLE[0].flatten(1)[None]
+    model = Model() if sdpa else build("llama")
+    given = {"sdpa": True, "plan": PLAN} if sdpa else {}
+    batch = {"input_ids": torch.arange(TOKENS)[None]}
+
+    def rank(comm: Comm) -> Tensor:
+        own, odd = copy.deepcopy(model), {"averag_over": 2} if comm.rank else {}
+        if odd:
+            with advised(TypeError, "leave the others out"):
+                seqpar.parallelize(own, comm, **given, **odd)
+        else:
+            with advised(ValueError, "leave the others out"):
+                handle = seqpar.parallelize(own, comm, **given)
+                own(seqpar.shard(x, PLAN, comm.rank, dim=1))
+            if sdpa:
+                handle.undo()
+        seqpar.parallelize(own, comm, **given)
+        if not sdpa:
+            return own(**batch).logits
+        return seqpar.unshard(own(seqpar.shard(x, PLAN, comm.rank, dim=1))[0], PLAN, comm)[None]
+
+    expected = model(x) if sdpa else model(**batch).logits
+    assert all(torch.allclose(found, expected, atol=1e-5) for found in run_threads(2, rank, timeout=20))
 
 
 def test_a_comm_is_made_of_a_group_or_a_mesh() -> None:

@@ -246,3 +246,20 @@ def test_columns_of_unsigned_integers(dtype: torch.dtype, source: str) -> None:
     plan = seqpar.Plan(seqpar.Mask([12]), seqpar.Layout.zigzag([12], 2))
     rows = seqpar.shard(torch.arange(12).to(dtype), plan, 1)
     assert rows.dtype == dtype and torch.equal(rows.long(), seqpar.shard(torch.arange(12), plan, 1))
+
+
+def empty_on_rank_1(comm: Comm, empty: Any) -> tuple[bool, Tensor]:
+    s = share({"input_ids": [torch.arange(5)]} if comm.rank == 0 else empty, comm, plan=ring)
+    x = torch.ones(s.plan.rows(comm.rank), 3, requires_grad=True)
+    home = back(s, x)
+    results = home if isinstance(home, list) else [home]
+    torch.stack([(2 * each).sum() for each in results]).sum().backward()
+    return isinstance(home, list), x.grad  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("empty", [None, {"input_ids": torch.zeros(0, 4, dtype=torch.long)}, {"input_ids": []}])
+def test_gradients_come_to_a_rank_whose_batch_is_empty(empty: Any) -> None:
+    found = run_threads(2, empty_on_rank_1, empty, timeout=10)
+    assert [several for several, _ in found] == [True, bool(empty) and isinstance(empty["input_ids"], list)]
+    assert all(torch.equal(grad, torch.full_like(grad, 2)) for _, grad in found)
+    assert sum(len(grad) for _, grad in found) == 5

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from seqpar.integrations.probe.record import under_trial
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
@@ -149,9 +150,11 @@ class _Forward:
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
-        own = code_among(self.comm.size, model.modules())
-        codes = self.comm.gather(f"sdpa: what {type(model).__name__} runs", own)
-        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), codes, own)
+        with gathering(f"sdpa: what {type(model).__name__} runs", self.comm) as told:
+            with suppress(ValueError):  # of a scripted forward, which has no signature
+                inspect.signature(forward).bind(*args, **kwargs)
+            told.own = own = code_among(self.comm.size, model.modules())
+        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), told.every, own)
         call.check_windows((args, kwargs))
         if not call.is_due():
             return call.changed()

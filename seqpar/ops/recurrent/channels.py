@@ -84,6 +84,7 @@ def _channels(
         given = {"queries": queries, "keys": keys, "decay": decay, "rates": rates}
         facts = {name: None if x is None else x.dtype for name, x in given.items()}
         facts |= {"channels": update.shape[1], "dims": dims}
+        facts |= {"rates require grad": grads[4], "initial_state requires grad": grads[5]}
         return Asked(channel_bytes(tensors, threads), choose(kernel, spec, "channel_scan"), facts, channels=True)
 
     inputs = [queries, keys, update, decay, None, rates, initial]

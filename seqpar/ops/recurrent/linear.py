@@ -94,7 +94,7 @@ def _linear(
         spec = RecurrentSpec(v.device.type, v.dtype, q.shape[2], v.shape[2], kind, beta is not None)
         facts = {
             "q": q.shape[1:], "v": v.shape[1:], "decay": None if decay is None else (decay.dtype, decay.dim()),
-            "beta": None if beta is None else beta.dtype,
+            "beta": None if beta is None else beta.dtype, "initial_state requires grad": grads[5],
         }  # fmt: skip
         asked = checked_scale(scale, q.shape[2]), bool(normalize)
         return Asked(layer_bytes(q, v, decay, beta, threads), choose(kernel, spec), facts, *asked)

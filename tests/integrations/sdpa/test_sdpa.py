@@ -1124,3 +1124,22 @@ def test_a_step_by_gradients_that_nobody_summed_is_told(summed: bool, backwards:
     first = bool(validated)  # then the first forward with gradients is the second one that counts
     right = 3 * backwards if summed else {1: 1, 3: 3 if first else 4}[backwards]
     assert run_threads(2, rank) == [right] * 2
+
+
+@pytest.mark.parametrize("forwards", [1, 3])
+def test_an_argument_that_the_forward_does_not_take_is_told_to_all_ranks(forwards: int) -> None:
+    model, x, plan = made(), inputs()[0], Plan(Mask(DOCUMENTS), Layout.striped(TOKENS, 2))
+
+    def rank(comm: Comm) -> tuple[str, bool]:
+        own = copy.deepcopy(model)
+        parallelize(own, comm, plan=plan)
+        rows = seqpar.shard(x, plan, comm.rank)[None]
+        for _ in range(forwards - 1):
+            own(rows)
+        with pytest.raises((TypeError, ValueError)) as error:
+            own(rows, **({"maks": None} if comm.rank else {}))
+        out = seqpar.unshard(own(rows)[0], plan, comm)
+        return str(error.value), torch.allclose(out, one(model, Mask(DOCUMENTS))[0], atol=1e-5)
+
+    for told, right in run_threads(2, rank, timeout=20):
+        assert "unexpected keyword argument 'maks'" in told and right

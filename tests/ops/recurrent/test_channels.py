@@ -342,3 +342,25 @@ def test_no_channels_and_no_states() -> None:
         ValueError, match=r"initial_state must be floating \[2, 2, 1\] on cpu, got torch.float32 \[2, 2\]"
     ):
         recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), initial_state=torch.ones(2, 2))
+
+
+def requiring(comm: Comm, plan: Plan, name: str, alone: bool) -> str:
+    """The error of a scan whose rates or initial states require a gradient, or do so on the last rank alone."""
+    queries, keys, update, decay, *both = CASES["selective"].inputs(plan.mask)
+    mine = [seqpar.shard(x, plan, comm.rank) for x in (queries, keys, update, decay)]
+    given = dict(zip(("rates", "initial_state"), both))
+    given[name].requires_grad_(comm.rank == comm.size - 1 or not alone)
+    try:
+        out = recurrent.channel_scan(mine[2].requires_grad_(), mine[3], plan, comm, queries=mine[0], **given)
+    except ValueError as error:
+        return str(error)
+    out.sum().backward()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["rates", "initial_state"])
+def test_ranks_that_differ_in_what_requires_a_gradient_are_told(name: str) -> None:
+    plan = plan_of("contiguous", (16,), 3)
+    assert run_threads(3, requiring, plan, name, False) == [""] * 3
+    errors = run_threads(3, requiring, plan, name, True)
+    assert all("ranks differ in " + name + " require" in error for error in errors), errors

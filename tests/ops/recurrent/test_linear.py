@@ -302,6 +302,19 @@ def test_initial_states_that_differ_are_named_where_every_call_is_checked() -> N
     assert all("ranks differ in a hash of initial_state" in error for error in errors)
 
 
+def wanting(comm: Comm, plan: Plan) -> str:
+    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
+    state = torch.zeros(1, 4, 3, 2, dtype=torch.float64, requires_grad=comm.rank == 1)
+    with pytest.raises(ValueError) as error:
+        recurrent.linear_attention(q.requires_grad_(), k, v, plan, comm, initial_state=state)
+    return str(error.value)
+
+
+def test_an_initial_state_that_requires_a_gradient_on_one_rank_alone_is_named() -> None:
+    errors = run_threads(3, wanting, plan_of("contiguous", (16,), 3))
+    assert all("ranks differ in initial_state requires grad" in error for error in errors)
+
+
 def test_a_decay_above_0_is_named_where_every_call_is_checked() -> None:
     errors = run_threads(2, growing, plan_of("contiguous", (16,), 2))
     assert all("logarithms at or below 0" in error for error in errors)
