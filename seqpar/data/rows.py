@@ -94,7 +94,8 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
         if not (name == POSITIONS and value.dim() == 1 and value.shape == shape[1:]):
             raise NotImplementedError(
                 f"{name} {list(value.shape)} beside rows {list(shape)}: only {list(shape)} works; give documents by "
-                "cu_seqlens or position_ids, and windows to the plan's mask"
+                "position_ids, a window by sliding_window of the config, and another mask by a plan with it, to a "
+                "model with attn_implementation='seqpar' inside seqpar.parallel"
             )
         value = value[None]
     if name == POSITIONS and isinstance(value, Tensor) and value.shape == (1, *shape[1:]):

@@ -103,17 +103,6 @@ def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
         shared({"input_ids": IDS, "attention_mask": torch.ones(1, 6)})
 
 
-def test_a_mask_of_four_dims_becomes_documents_and_a_window_of_the_plan() -> None:
-    with advised(NotImplementedError, "give documents by cu_seqlens or position_ids, and windows to the plan's mask"):
-        shared({"input_ids": PACKED, "attention_mask": torch.ones(1, 1, 12, 12).tril()})
-
-    def windowed(lengths: Any, ranks: int) -> Plan:
-        return Plan(Mask(lengths, window=(2, None)), Layout.zigzag(lengths, ranks))
-
-    s = share({"input_ids": PACKED, "cu_seqlens": [0, 4, 12]}, LocalComm(), plan=windowed)
-    assert s.plan.mask == Mask([4, 8], window=(2, None))
-
-
 def test_a_list_of_documents_goes_without_a_mask() -> None:
     documents = [IDS[0], IDS[1, :4]]
     with advised(ValueError, "leave it out"):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.testing import run_processes, run_threads
+from seqpar.testing import run_processes, run_threads, seen_pairs
 from seqpar.train import sync_gradients
 from tests.advice.remedies import advised
 
@@ -111,6 +111,74 @@ def test_a_registered_model_is_made_parallel_or_given_rows_and_a_plan() -> None:
     assert torch.allclose(rows, llama()(**ROW).logits, atol=1e-4)
     with seqpar.parallelize(model, LocalComm()):
         assert is_right(model)
+
+
+@pytest.mark.parametrize("kind", ["documents", "window", "prefix"])
+def test_a_mask_of_four_dims_is_positions_a_window_of_the_config_or_that_of_a_plan(kind: str) -> None:
+    """Each is computed on 2 ranks as one process computes it with the mask of 4 dims."""
+    ids, n = ROW["input_ids"], torch.arange(12)
+    masks = {
+        "documents": Mask([5, 7]), "window": Mask([12], window=(3, 0)),
+        "prefix": Mask.from_bounds([0] * 12, [max(5, i + 1) for i in range(12)]),
+    }  # fmt: skip
+    mask = masks[kind]
+    config = llama().config.to_dict() | {"model_type": "mistral", "sliding_window": 4 if kind == "window" else None}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**config))
+    model.load_state_dict(llama().state_dict())
+    plan = Plan(mask, Layout.contiguous(12, 2))
+    at = torch.from_numpy(mask.depths(n.numpy()))[None]
+    bias = torch.where(torch.from_numpy(seen_pairs(mask)), 0.0, -torch.inf)[None, None]
+    expected = llama()(input_ids=ids, position_ids=at, attention_mask=bias).logits[0]
+
+    def rank(comm: Comm) -> Tensor:
+        own = copy.deepcopy(model).eval()
+        with (
+            seqpar.parallelize(own, comm, source="replicated"),
+            advised(
+                NotImplementedError,
+                "give documents by position_ids, a window by sliding_window of the config, and another mask by a plan "
+                "with it, to a model with attn_implementation='seqpar' inside seqpar.parallel",
+            ),
+        ):
+            own(input_ids=ids, attention_mask=bias)
+        if kind != "prefix":
+            with seqpar.parallelize(own, comm, source="replicated"):
+                return own(input_ids=ids, position_ids=at).logits[0]
+        own.set_attn_implementation("seqpar")
+        with seqpar.parallel(plan, comm):
+            rows, places = (seqpar.shard(x[0], plan, comm.rank)[None] for x in (ids, at))
+            return seqpar.unshard(own(input_ids=rows, position_ids=places).logits[0], plan, comm)
+
+    assert all(torch.allclose(found, expected, rtol=1e-4, atol=1e-4) for found in run_threads(2, rank))
+
+
+def test_a_plan_of_plain_documents_leaves_each_layer_its_own_mask() -> None:
+    model, ids = build("gemma3").eval(), ROW["input_ids"]  # a layer with a window and one without
+    model.set_attn_implementation("seqpar")
+    with (
+        advised(NotImplementedError, "make the plan with Mask(lengths), and each layer sees keys by its own rule"),
+        seqpar.parallel(Plan(Mask([12], causal=False), Layout.contiguous(12, 1)), LocalComm()),
+    ):
+        model(**ROW)
+    with seqpar.parallel(PLAN, LocalComm()):
+        found = model(**ROW).logits
+    assert torch.allclose(found, build("gemma3").eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_keys_of_a_model_lie_with_its_queries() -> None:
+    layout, mask = Layout.contiguous(12, 2), Mask([12])
+    apart = Plan(mask, layout, kv_layout=Layout.striped(12, 2))
+    model, expected = llama("seqpar"), llama()(**ROW).logits[0]
+
+    def rank(comm: Comm) -> Tensor:
+        own, rows = copy.deepcopy(model), {name: x[:, layout.positions(comm.rank)] for name, x in ROW.items()}
+        with advised(NotImplementedError, "leave kv_layout out"), seqpar.parallel(apart, comm):
+            own(**rows)
+        plan = Plan(mask, layout)
+        with seqpar.parallel(plan, comm):
+            return seqpar.unshard(own(**rows).logits[0], plan, comm)
+
+    assert all(torch.allclose(found, expected, rtol=1e-4, atol=1e-4) for found in run_threads(2, rank))
 
 
 def test_ordinary_batches_are_for_a_parallel_model() -> None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.hf.config import ASKED, mixing_layers, unserved_attention
-from seqpar.integrations.hf.forward import Forward, Unmade, current, dropped, inside, note_caller
-from seqpar.integrations.hf.mask import blocks_of, rule_of
+from seqpar.integrations.hf.forward import Forward, current, dropped, inside, note_caller
+from seqpar.integrations.hf.mask import Unmade, blocks_of, rule_of
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.signature import Numerics
 from seqpar.ops.core.collective_op import layer_calls

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.mask import Rule, Unmade
 from seqpar.plan import Plan
 
 
-def planned(plan: Plan, rule: Rule) -> Plan:
-    """The plan with a rule for its mask, in trees along their paths; cached."""
-    return plan.memo(("rule", rule), lambda: plan.with_mask(rule.under(plan.mask)))  # type: ignore[no-any-return]
+def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
+    """The plan with the mask of a layer, as of `Rule.under`; cached. Raises: Unmade."""
+    if plan.kv_layout is not plan.layout:
+        raise Unmade("a model has its keys where its queries are, and the plan has a kv_layout; leave kv_layout out")
+    key = ("rule", rule, stated)
+    return plan.memo(key, lambda: plan.with_mask(rule.under(plan.mask, stated=stated)))  # type: ignore[no-any-return]
 
 
 class Forward(NamedTuple):
@@ -41,10 +44,6 @@ class Noted(NamedTuple):
     """In place of a mask, until rows are shared: the padding mask [B, S] that was handed over with it, or None."""
 
     padding: Tensor | None
-
-
-class Unmade(NotImplementedError):
-    """Why a mask cannot be made. It stands in the place of the mask: a layer that uses it raises it, if any does."""
 
 
 def padding_of(mask: Any) -> Tensor | None:

@@ -22,6 +22,10 @@ from seqpar.facts.value import Ints
 MODULE = "transformers.masking_utils"
 
 
+class Unmade(NotImplementedError):
+    """Why a mask cannot be made. It stands in the place of the mask: a layer that uses it raises it, if any does."""
+
+
 class Rule(NamedTuple):
     """The keys of its own document that a token sees.
 
@@ -61,25 +65,36 @@ class Rule(NamedTuple):
             raise NotImplementedError(f"a mask is the union of {self} and {other}, not of a causal rule and blocks")
         return rule._replace(block="whole" if rule.local else "ahead")
 
-    def under(self, mask: Mask) -> Mask:
-        """The rule applied to the documents of a mask, which may be trees.
+    def under(self, mask: Mask, *, stated: bool = False) -> Mask:
+        """The mask of a layer with this rule, under a plan with that mask.
 
-        Raises: NotImplementedError for rules that no tree has, for other masks of several bands or early ends, and for
-        blocks, which the documents do not tell.
+        Plain causal documents state documents alone, to which the rule applies; full ones do so for layers that are not
+        causal. Any other mask is that of causal layers without limits. In a tree a window counts along the path.
+        stated: whether the mask states documents alone, whichever it is.
+
+        Raises: Unmade for other rules and masks, and for blocks, which a plan does not tell.
         """
         if self.block:
-            raise NotImplementedError(
+            raise Unmade(
                 "a layer sees blocks of tokens, such as images, to their end; give the whole model to "
                 "seqpar.parallelize(model, comm), and ordinary batches with token_type_ids"
             )
-        if (mask.plain and mask.paths is None) or (self.left or 0) < 0:
-            return self.mask(mask.lengths)
-        if mask.paths is None or not self.causal or self.chunk is not None:
-            raise NotImplementedError(
-                f"a layer sees keys by {self}, and the plan has {mask!r}: a tree takes causal layers, with a window or "
-                "without, and other masks of several bands or whose keys end early take none"
-            )
-        return mask.windowed((self.left, None))
+        own, documents = self.mask(mask.lengths), Mask(mask.lengths)
+        stated = stated or mask in (own, documents) or (self.left or 0) < 0
+        if stated or (not self.causal and mask == Mask(mask.lengths, causal=False)):
+            return own
+        if mask.paths is not None and mask.paths.alone and self.causal and self.chunk is None:
+            return mask.windowed((self.left, None))
+        if self != Rule(causal=True):
+            raise self.unlike(mask)
+        return mask
+
+    def unlike(self, mask: Mask) -> Unmade:
+        """The error for a layer with this rule under a plan with that mask."""
+        return Unmade(
+            f"a layer sees keys by {self}, and the plan has {mask!r}: causal layers without limits compute it, and of "
+            "a tree those with a window; make the plan with Mask(lengths), and each layer sees keys by its own rule"
+        )
 
     def mask(self, lengths: Ints) -> Mask:
         """The rule applied to packed documents."""

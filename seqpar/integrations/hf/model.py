@@ -30,6 +30,7 @@ from seqpar.data.prefetch import Epochs, Loader
 from seqpar.data.rows import LABELS
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, integer
 from seqpar.foreign.wrap import PARALLEL, ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
@@ -222,7 +223,7 @@ class ParallelTransformer(ParallelModel):
         """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
         if isinstance(plan, Plan) and plan.ranks == self.comm.size and plan.kv_layout is plan.layout:
             for rule in tuple(self._known):
-                attention_seen.derive(planned(plan.padded(), rule), self.comm)
+                attention_seen.derive(planned(plan.padded(), rule, stated=self._plans.repeats), self.comm)
             recurrent_seen.derive(of_documents(plan.padded()), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelTransformer:
@@ -381,9 +382,10 @@ class ParallelTransformer(ParallelModel):
         return make
 
     def _layer_plan(self, own: Share, plan: Plan, rule: Rule) -> Plan:
-        """The plan of a share with a layer's rule."""
+        """The plan of a share with a layer's rule. The planner of models makes plans that state documents alone."""
+        layer_plan = planned(plan, rule, stated=self._plans.repeats)
         if own.places is None or not rule.local:
-            return planned(plan, rule)
+            return layer_plan
         window = (rule.left, None if rule.causal else rule.right)
         return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
 
@@ -404,6 +406,8 @@ class ParallelTransformer(ParallelModel):
 
     def _blocked(self, own: Share, plan: Plan, rule: Rule, blocks: Blocks) -> Plan:
         """The plan of a share with a rule and blocks."""
+        if not self._plans.repeats and plan.mask != Mask(plan.mask.lengths):
+            raise rule.unlike(plan.mask)
         if rule.chunk:
             raise NotImplementedError(
                 f"a layer of {type(self.model).__name__} attends in chunks, and to whole images or prefixes"

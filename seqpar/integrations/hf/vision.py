@@ -31,8 +31,8 @@ from seqpar.data import Share
 from seqpar.data.rows import LABELS
 from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
-from seqpar.integrations.hf.forward import Forward, Noted, Unmade, during, padding_of
-from seqpar.integrations.hf.mask import Blocks, Rule, Told, blocks_of, rule_of, stretches, united
+from seqpar.integrations.hf.forward import Forward, Noted, during, padding_of
+from seqpar.integrations.hf.mask import Blocks, Rule, Told, Unmade, blocks_of, rule_of, stretches, united
 from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.outputs import TOLD
 from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.integrations.hf.attention import KEY
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.transformers import KEY
 from seqpar.testing import run_threads, seen_pairs
 from tests.integrations.hf.models import build
 
@@ -48,7 +48,7 @@ def test_every_path_is_computed_as_it_would_be_alone(name: str) -> None:
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(causal=True, chunk=4)])
 def test_layers_that_no_tree_has_are_refused(rule: Rule) -> None:
-    with pytest.raises(NotImplementedError, match="a tree takes causal layers, with a window or without"):
+    with pytest.raises(NotImplementedError, match="and of a tree those with a window"):
         planned(Plan(MASK, Layout.contiguous(MASK.tokens, 1)), rule)
     with pytest.raises(NotImplementedError, match=r"the plan has Mask\(bounds"):
         crossing = Mask.from_bounds([0] * 4, [1, 2, 3, 4], until=[3, 4, 4, 4])
