@@ -1,4 +1,4 @@
-"""The shape of the code: lines by room, functions that a call enters, and class names that are used twice.
+"""The shape of the code: lines and files, functions that a call enters, and class names that are used twice.
 
     python -m bench.shape                        # of this tree
     python -m bench.shape --before COMMIT        # beside those of a commit
@@ -6,13 +6,15 @@
 
 Lines of code hold something besides a comment or a docstring. Functions are those of seqpar that run on rank 0 of two
 processes over gloo, each counted once: in the first call, where ranks compare and derive the steps of the plan, and in
-a later one.
+a later one; and their files. For a transformers model, a Llama of two layers, they are those of two threads. Detectors
+are the files that notice mistakes of a user or of a model.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import subprocess
 import sys
@@ -27,6 +29,14 @@ from rich.table import Table
 
 BENCH = Path(__file__).resolve().parent
 ORDERS = ("type: ignore", "noqa", "fmt:", "pragma")  # comments for tools
+LONGEST = 450  # lines of a file
+# files and folders of seqpar that notice mistakes
+DETECTORS = (
+    "trial", "train/checks.py", "foreign", "integrations/probe", "integrations/sdpa/trials.py", "integrations/hf/trial",
+    "integrations/hf/afterwards.py", "integrations/adapters.py", "dsp/trial.py", "dsp/checks.py", "dsp/agreed.py",
+    "train/weights.py", "train/loop.py", "train/once.py", "train/wrappers.py", "train/check.py", "ops/core/compared.py",
+    "ops/core/regions.py", "ops/core/repetition.py",
+)  # fmt: skip
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -56,6 +66,25 @@ def rooms(tree: Path) -> dict[str, tuple[int, int, int]]:
         inside = path.relative_to(tree / "seqpar").parts
         found[inside[0] if len(inside) > 1 else "(modules)"].append(lines(path))
     return {room: tuple(map(sum, zip(*counted))) for room, counted in found.items()}  # type: ignore[misc]
+
+
+def sizes(tree: Path) -> dict[str, int]:
+    """Lines and files of a tree, blank lines too."""
+    counted = {path: path.read_bytes().count(b"\n") for path in sorted(tree.rglob("*.py"))}
+
+    def total(*folders: str) -> int:
+        inside = [tree / folder for folder in folders]
+        return sum(n for path, n in counted.items() if any(path.is_relative_to(folder) for folder in inside))
+
+    package = {path: n for path, n in counted.items() if path.is_relative_to(tree / "seqpar")}
+    return {
+        "lines of seqpar": total("seqpar"),
+        "files of seqpar": len(package),
+        f"files of seqpar of more than {LONGEST} lines": sum(n > LONGEST for n in package.values()),
+        "lines of detectors": total(*(f"seqpar/{part}" for part in DETECTORS)),
+        "lines of tests": total("tests"),
+        "lines of bench": total("bench"),
+    }
 
 
 def reused(tree: Path) -> dict[str, list[str]]:
@@ -119,11 +148,37 @@ def of_rank(_: Any) -> dict[str, list[str]]:
     return results
 
 
-def traced() -> dict[str, list[str]]:
-    """`of_rank` of rank 0 of two processes."""
-    from seqpar.testing import run_processes
+def of_model(comm: Any, model: Any) -> dict[str, list[str]]:
+    """The functions that a rank enters in `parallelize` of a model, and in its sixth training forward."""
+    import torch
 
-    return run_processes(2, of_rank)[0]  # type: ignore[no-any-return]
+    import seqpar
+    from seqpar.train import sync_gradients
+
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = {"parallelize of a Llama": entered(lambda: seqpar.parallelize(model, comm))}
+    for step in range(6):
+        ids, outs = torch.full((1, 8 + comm.rank), 1 + step), []
+        results["its sixth forward"] = entered(lambda: outs.append(model(input_ids=ids, labels=ids)))  # noqa: B023
+        outs[0].loss.backward()
+        sync_gradients(model.parameters(), comm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+def traced() -> dict[str, list[str]]:
+    """`of_rank` of rank 0 of two processes, and `of_model` of two threads together, as they share what is cached."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from seqpar.testing import run_processes, run_threads
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes))
+    ranks = run_threads(2, of_model, model)
+    both = {call: list(dict.fromkeys(name for rank in ranks for name in rank[call])) for call in ranks[0]}
+    return run_processes(2, of_rank)[0] | both  # type: ignore[no-any-return]
 
 
 def functions(tree: Path) -> dict[str, list[str]]:
@@ -134,6 +189,11 @@ def functions(tree: Path) -> dict[str, list[str]]:
     environment = before.environment(tree, BENCH)
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, check=True, capture_output=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def entries(names: list[str]) -> str:
+    """How many functions, in how many files."""
+    return f"{len(names)} in {len({name.split(':')[0] for name in names})}"
 
 
 def row_of(values: list[Any]) -> list[str]:
@@ -158,10 +218,16 @@ def main() -> None:
     table.add_row("all", *row_of(sums), style="bold")
     rich.print(table)
 
+    table = Table("", *trees)
+    totals = {when: sizes(tree) for when, tree in trees.items()}
+    for name in totals["now"]:
+        table.add_row(name, *row_of([found[name] for found in totals.values()]))
+    rich.print(table)
+
     paths = {when: functions(tree) for when, tree in trees.items()}
     table = Table("functions entered on rank 0 of 2", *trees)
     for call in paths["now"]:
-        table.add_row(call, *(str(len(found[call])) for found in paths.values()))
+        table.add_row(call, *(entries(found[call]) for found in paths.values()))
     rich.print(table)
     if options.functions:
         for call in paths["now"]:
