@@ -28,6 +28,12 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(5, count * settings.default.max_examples // 100))
 
 
+def document_lengths(longest: int, most: int = 5) -> st.SearchStrategy[list[int]]:
+    """Lengths of documents, some of them 0, and none that ascend from 0 as cu_seqlens."""
+    lists = st.lists(st.integers(0, longest), min_size=1, max_size=most)
+    return lists.filter(lambda x: any(x) and (len(x) < 2 or x[0] > 0 or min(np.diff(x)) <= 0))
+
+
 def divisors(n: int) -> list[int]:
     """Every width that divides n."""
     return [d for d in range(1, n + 1) if n % d == 0]
@@ -234,7 +240,7 @@ def _cases(
         transport=transports,
         ranks=st.just(ranks),
         ulysses=st.just(ulysses),
-        lengths=st.lists(st.integers(1, longest), min_size=1, max_size=5).map(tuple),
+        lengths=document_lengths(longest).map(tuple),
         seed=st.integers(0, 2**16),
         mixed=st.booleans(),
         stage_bytes=st.sampled_from([1, 3 * 4096, 10 * 4096, 64 << 20]),

@@ -174,7 +174,7 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lengths", "5,0"), "lengths must be positive, got 0 for document 1"),
+        (("--lengths", "5,-1"), "lengths must be at least 0, got -1 for document 1"),
         (("--lengths", "1,x"), "--lengths 1,x is neither integers separated by commas nor a file of them"),
         ((*FIXED, "--ulysses", "3"), "Ulysses width must divide the 8 ranks, got 3"),
         ((*FIXED, "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 must divide --heads 4"),

@@ -122,7 +122,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     rows.entries.pop(MASK, None)
     parents = facts.entries.pop(PARENTS, None)
     rows.entries.pop(PARENTS, None)
-    if parents is not None and not rows.edges[-1] and not len(parents):
+    if not rows.edges[-1]:
         parents = None  # no trees
     nodes = None if parents is None else nodes_of(facts, kept, parents)
     first = first_of(facts, kept) if nodes is None else starts_of(nodes)

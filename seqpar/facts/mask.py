@@ -45,15 +45,16 @@ from seqpar.facts.windows import checked_window, windowed
 class Mask(Fact):
     """Packed documents; each attends to itself.
 
-    lengths: tokens of each document, all positive. causal: query ``i`` of a document sees its keys up to its own.
-    window: (left, right), the keys seen beside the query's own; None for no limit; ``right`` must be None or 0 if
-    causal. sink_tokens: the first keys of each document, which all its queries see beside the window, up to their
-    own key if causal. kv_lengths: keys of each document, where they differ from its queries in number. The last
-    query is then aligned with the last key, as in FlashAttention: with 2 queries on 5 keys, causal query 0 sees
-    keys 0 to 3. If causal, queries before the first key see nothing.
+    lengths: tokens of each document; one of 0 holds no row, and documents are numbered without it, here as everywhere.
+    causal: query ``i`` of a document sees its keys up to its own. window: (left, right), the keys seen beside the
+    query's own; None for no limit; ``right`` must be None or 0 if causal. sink_tokens: the first keys of each document,
+    which all its queries see beside the window, up to their own key if causal. kv_lengths: keys of each document, where
+    they differ from its queries in number. The last query is then aligned with the last key, as in FlashAttention: with
+    2 queries on 5 keys, causal query 0 sees keys 0 to 3. If causal, queries before the first key see nothing. Documents
+    of queries or keys alone are numbered.
 
-    Raises: ValueError for empty, zero or negative lengths, lists of unequal length, a negative window, or a window
-    to the right of a causal mask.
+    Raises: ValueError for lengths without a token, negative ones or those of cu_seqlens, lists of unequal length, a
+    negative window, or a window to the right of a causal mask.
     """
 
     lengths: Ints
@@ -76,12 +77,14 @@ class Mask(Fact):
     ) -> None:
         if not isinstance(causal, (bool, np.bool_)):
             raise ValueError(f"causal must be True or False, got {causal!r:.200}")
-        queries = lengths_of("lengths", lengths)
-        keys = queries if kv_lengths is None else lengths_of("kv_lengths", kv_lengths)
+        queries = lengths_of("lengths", lengths, empty=kv_lengths is not None)
+        keys = queries if kv_lengths is None else lengths_of("kv_lengths", kv_lengths, empty=True)
         if len(queries) != len(keys):
             raise ValueError(
                 f"lengths has {len(queries)} documents and kv_lengths {len(keys)}; pass one length per document in both"
             )
+        if not (held := (queries > 0) | (keys > 0)).all():
+            queries, keys = frozen(queries[held]), frozen(keys[held])
         if keys is not queries and np.array_equal(queries, keys):
             keys = queries  # kv_lengths equal to lengths make the same mask as None
         left, right = checked_window(window, causal)
@@ -214,11 +217,12 @@ class Mask(Fact):
         """Trees of tokens: a query sees the tokens of its node up to its own, and those of all nodes above it.
 
         lengths: tokens of each node, in depth-first order; 0 is allowed. parents: the node above each, -1 for a root. A
-        root with all nodes below it is a document. Positions are depths along the path, see `depths`. window: (left,
-        right) as of `Mask`, counted along the path. A chain of nodes is the causal mask of its documents.
+        root with all nodes below it is a document, if one of them has a token. Positions are depths along the path, see
+        `depths`. window: (left, right) as of `Mask`, counted along the path. A chain of nodes is the causal mask of its
+        documents.
 
-        Raises: ValueError for nodes in another order, printing a right one, for parents that do not lead to a root,
-        and for a root without a token in its subtree. NotImplementedError for a window to the right.
+        Raises: ValueError for nodes in another order, printing a right one, for parents that do not lead to a root, and
+        for nodes without a token. NotImplementedError for a window to the right.
         """
         reach = reach_along_paths(checked_window(window, False))
         documents, until = runs_of_nodes(lengths, parents)

@@ -151,10 +151,10 @@ def runs_of_nodes(lengths: ArrayLike, parents: ArrayLike) -> tuple[Ints, Until]:
     offsets = edges(sizes)
     start, end = offsets[:-1], offsets[past]
     roots = np.flatnonzero(above < 0)
-    documents = frozen((end - start)[roots])
-    if not documents.all():
-        n = int(roots[np.flatnonzero(documents == 0)[0]])
-        raise ValueError(f"root {n} has no token in all its subtree, a document has at least one; leave it out")
+    documents = (end - start)[roots]
+    if not documents.any():
+        raise ValueError(f"lengths must hold at least one token, got {lengths!r:.200}")
+    documents = frozen(documents[documents > 0])
     kept = np.flatnonzero(sizes)
     return documents, Until(start[kept], end[kept]).joined()  # a node and its only child are one run
 

@@ -48,22 +48,24 @@ def int64_of(name: str, values: NDArray[Any]) -> Ints:
     return values.astype(np.int64)
 
 
-def lengths_of(name: str, values: ArrayLike) -> Ints:
-    """A checked, read-only copy of document lengths."""
+def lengths_of(name: str, values: ArrayLike, *, empty: bool = False) -> Ints:
+    """A checked, read-only copy of document lengths, without those of 0 unless ``empty``: these hold no row."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError):  # bfloat16 or gradients, unknown to numpy; lists of unequal lengths
         array = np.zeros((0, 0))
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a non-empty sequence of integers, got {values!r:.200}")
-    if array.min() <= 0:
-        at = int(np.flatnonzero(array <= 0)[0])
-        if at == 0 and len(array) > 1 and array[0] == 0 and (np.diff(array) > 0).all():
-            raise ValueError(f"{name} ascend from 0 like cu_seqlens, got {values!r:.99}; give differences, x.diff()")
-        raise ValueError(f"{name} must be positive, got {int(array[at])} for document {at}; leave empty documents out")
+    if array.min() < 0:
+        at = int(np.flatnonzero(array < 0)[0])
+        raise ValueError(f"{name} must be at least 0, got {int(array[at])} for document {at}")
+    if len(array) > 1 and array[0] == 0 and (array[1:] > array[:-1]).all():
+        raise ValueError(f"{name} ascend from 0 like cu_seqlens, got {values!r:.99}; give differences, x.diff()")
+    if not array.any():
+        raise ValueError(f"{name} must hold at least one token, got {values!r:.99}")
     if float(array.sum(dtype=np.float64)) >= 2.0**62:
         raise ValueError(f"{name} sum to {float(array.sum(dtype=np.float64)):.3g} tokens, more than 64 bits can number")
-    return frozen(array.astype(np.int64))
+    return frozen((array if empty else array[array > 0]).astype(np.int64))
 
 
 def frozen(array: NDArray[Any]) -> Any:

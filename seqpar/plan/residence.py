@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Runs, cut, interval_of, order_of
+from seqpar.facts.intervals import Runs, cut, distinct, interval_of, order_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, frozen
@@ -74,18 +74,16 @@ class Residence(Memo):
     @property
     def degrees(self) -> Ints:
         """Number of ranks that hold queries of each document, [documents]; cached."""
-        return self.memo("degrees", lambda: frozen(np.bincount(self.pairs("q") // self.layout.ranks)))
+        count = len(self.mask.lengths)
+        return self.memo("degrees", lambda: frozen(np.bincount(self.pairs("q") // self.layout.ranks, minlength=count)))
 
     @property
     def alone(self) -> NDArray[np.bool_]:
         """Whether one rank holds all queries and all keys of the document, [documents]."""
         if self.one_side:
             return self._unchanged()
-        ranks = self.layout.ranks
-        sides = [self.pairs(side) for side in ("q", "kv")]
-        first = [pairs[np.append(True, np.diff(pairs // ranks) > 0)] for pairs in sides]
-        degree = [np.bincount(pairs // ranks) for pairs in sides]
-        return (degree[0] == 1) & (degree[1] == 1) & (first[0] == first[1])
+        pairs = distinct(np.concatenate([self.pairs("q"), self.pairs("kv")]))
+        return np.bincount(pairs // self.layout.ranks) == 1
 
     def _unchanged(self) -> NDArray[np.bool_]:
         """Documents of the queries inside which the rank does not change, [documents]."""

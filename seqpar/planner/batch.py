@@ -84,7 +84,7 @@ def plan_batch(
 
     ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan beats, and the gap between them.
 
-    Raises: ValueError for lengths that are not positive, for masks of other lengths, and for a batch that does not fit,
+    Raises: ValueError for lengths that `Mask` refuses, for masks of other lengths, and for a batch that does not fit,
     naming the number of ranks that would do. NotImplementedError for 2**31 tokens or more, which kernels cannot number.
     """
     problem = Problem.of(

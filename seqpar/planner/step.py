@@ -33,7 +33,8 @@ MOST = (1 << 31) - 1  # more than kernels can number
 class MicroBatch(NamedTuple):
     """A part of a global batch.
 
-    documents: indices of its documents, ascending, int64. plan: of these documents, packed in this order.
+    documents: indices of its documents of at least one token, ascending, int64. plan: of these documents, packed in
+    this order.
     """
 
     documents: Ints
@@ -78,7 +79,8 @@ def plan_step(
     w = weights_for(problem.layers, problem.model, problem.hardware)
     ticks = document_ticks(problem.layers, w)
     parts = split(tokens, ticks, w.beside, capacity=capacity, count=micro_batches)
-    return [MicroBatch(part, plan_of(problem.pick(part))) for part in parts]
+    given = np.arange(tokens.size) if isinstance(lengths, Mask) else np.flatnonzero(np.asarray(lengths))
+    return [MicroBatch(frozen(given[part]), plan_of(problem.pick(part))) for part in parts]
 
 
 def _most(problem: Problem) -> int:

@@ -72,7 +72,8 @@ def make(kind: str, seed: int, shift: str) -> Case:
     if kind == "none":
         return Case(None, [], torch.zeros(0, dtype=torch.int64))
     if kind in ("list", "packed", "flat", "cu_seqlens"):
-        lengths = [draw(1, 7) for _ in range(draw(1, 4))]
+        lengths = [draw(0, 7) for _ in range(draw(1, 4))]
+        lengths[draw(0, len(lengths) - 1)] += not any(lengths)
         rows = lengths if kind == "list" else [sum(lengths)]
     else:
         lengths = rows = [draw(2, 8)] * (0 if kind == "no rows" else draw(1, 3))

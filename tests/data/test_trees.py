@@ -21,7 +21,7 @@ IGNORE = -100
 
 
 def nodes(rng: np.random.Generator, least: int) -> tuple[list[int], list[int]]:
-    """Lengths and parents of a few nodes; any may have no token, but a tree has some."""
+    """Lengths and parents of a few nodes; any node or tree may have no token, but not all."""
     lengths: list[int] = []
     parents: list[int] = []
     path: list[int] = []
@@ -30,9 +30,8 @@ def nodes(rng: np.random.Generator, least: int) -> tuple[list[int], list[int]]:
         parents.append(path[-1] if path else -1)
         lengths.append(int(rng.integers(0, 6)))
         path.append(node)
-    roots = [node for node, parent in enumerate(parents) if parent < 0]
-    for root, end in zip(roots, [*roots[1:], None]):
-        lengths[root] += not any(lengths[root:end])
+    if lengths:
+        lengths[0] += not any(lengths)
     return lengths, parents
 
 
@@ -119,6 +118,17 @@ def test_the_last_token_of_a_prompt_predicts_the_first_of_every_answer() -> None
     losses, grads = zip(*run_threads(2, next_token_losses, batches, table), strict=True)
     torch.testing.assert_close(sum(losses), expected.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(sum(grads), whole.grad, rtol=0, atol=1e-12)
+
+
+def shared_of(comm: Comm, batches: list[Any], source: str) -> Share:
+    return share(batches[comm.rank], comm, source=source)
+
+
+def test_trees_without_a_token_are_none() -> None:
+    some, none = batch_of([0, 3, 0, 2], [-1, -1, -1, 2], 0, "list"), batch_of([0], [-1], 0, "list")
+    for source, batches in (("replicated", [some] * 2), ("sharded", [some, none])):
+        shares = run_threads(2, shared_of, batches, source)
+        assert shares[0].plan.mask == Mask.tree([3, 2], [-1, -1]) and shares[0].valid == 3
 
 
 REFUSED = {

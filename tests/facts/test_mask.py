@@ -7,18 +7,19 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from seqpar import Layout, Plan
+from seqpar import Layout, Plan, plan_batch, plan_step
 from seqpar.facts.intervals import linear_spans
 from seqpar.facts.mask import Mask
 from seqpar.testing import seen_pairs
-from tests.cases import examples
+from tests.cases import document_lengths, examples
 
 # Of Mask([3, 1, 4], causal=False, window=(2, 1), kv_lengths=[4, 2, 2]); changes only when the digest's recipe does.
 DIGEST = "930e067ebdd037b0482c7165d5d5a675"
@@ -57,9 +58,10 @@ reach = st.one_of(st.none(), st.integers(0, 12), st.just(10**15))
 @st.composite
 def documents(draw: st.DrawFn) -> dict[str, object]:
     """Arguments of any mask over few tokens."""
-    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-    causal = draw(st.booleans())
-    kv_lengths = draw(st.one_of(st.none(), st.lists(st.integers(1, 12), min_size=len(lengths), max_size=len(lengths))))
+    lengths = draw(document_lengths(9))
+    causal, count = draw(st.booleans()), len(lengths)
+    keys = st.lists(st.integers(0, 12), min_size=count, max_size=count).filter(lambda x: any(x) and (x[0] or count < 2))
+    kv_lengths = draw(st.one_of(st.none(), keys))
     right = st.sampled_from([None, 0]) if causal else reach
     return {"lengths": lengths, "causal": causal, "window": (draw(reach), draw(right)), "kv_lengths": kv_lengths}
 
@@ -80,6 +82,7 @@ def test_picked_documents_see_what_they_saw(arguments, data) -> None:
     mask = Mask(**arguments)
     chosen = data.draw(st.lists(st.integers(0, len(mask.lengths) - 1), min_size=1, max_size=6))
     keys = arguments["kv_lengths"]
+    assume(mask.lengths[chosen[0]] and mask.kv_lengths[chosen[0]])  # else lengths may be those of cu_seqlens
     fewer = {"lengths": mask.lengths[chosen], "kv_lengths": None if keys is None else mask.kv_lengths[chosen]}
     made = Mask(**(arguments | fewer))
     picked = mask.pick(chosen)
@@ -182,12 +185,13 @@ def test_documents_that_cannot_be_picked_are_refused() -> None:
 @given(documents(), st.data())
 def test_positions_in_any_order_with_pads(arguments, data) -> None:
     mask = Mask(**arguments)
-    keys = np.array(arguments["kv_lengths"] or arguments["lengths"])
+    both = zip(arguments["lengths"], arguments["kv_lengths"] or arguments["lengths"], strict=True)
+    lengths, keys = np.array([sizes for sizes in both if any(sizes)]).T
     at = np.array(data.draw(st.lists(st.integers(-1, mask.tokens - 1), max_size=20)), np.int64)
     lo, hi = mask.bounds(np.arange(mask.tokens))
     got_lo, got_hi = mask.bounds(at)
-    document = np.repeat(np.arange(len(keys)), arguments["lengths"])
-    start, key_start = np.cumsum([0, *arguments["lengths"]]), np.cumsum([0, *keys])
+    document = np.repeat(np.arange(len(keys)), lengths)
+    start, key_start = np.cumsum([0, *lengths]), np.cumsum([0, *keys])
     for n, i in enumerate(at):
         if i < 0:
             assert got_lo[n] == got_hi[n] and mask.documents(at)[n] == -1 and mask.key_positions(at)[n] == -1
@@ -297,10 +301,11 @@ def test_digest_is_the_same_in_every_process() -> None:
     [
         (([],), "lengths must be a non-empty sequence of integers"),
         ((torch.ones(2, requires_grad=True),), "lengths must be a non-empty sequence of integers, got tensor"),
-        (([2, -3],), "lengths must be positive, got -3 for document 1"),
-        (([0],), "lengths must be positive, got 0 for document 0; leave empty documents out"),
+        (([2, -3],), "lengths must be at least 0, got -3 for document 1"),
+        (([0],), r"lengths must hold at least one token, got \[0\]"),
+        (([0, 0],), r"lengths must hold at least one token, got \[0, 0\]"),
         (([0, 4, 9],), r"lengths ascend from 0 like cu_seqlens, got \[0, 4, 9\]; give differences, x.diff\(\)"),
-        (([0, 4, 2],), "lengths must be positive, got 0 for document 0; leave empty documents out"),
+        ((np.array([0, 4], np.uint8),), r"lengths ascend from 0 like cu_seqlens"),
         (([2, 3.0],), "lengths must be a non-empty sequence of integers"),
         (([[2]],), "lengths must be a non-empty sequence of integers"),
         (([True],), "lengths must be a non-empty sequence of integers"),
@@ -317,7 +322,8 @@ def test_lengths_that_are_none(arguments, message) -> None:
     ("options", "message"),
     [
         ({"kv_lengths": [2]}, "lengths has 2 documents and kv_lengths 1"),
-        ({"kv_lengths": [2, 0]}, "kv_lengths must be positive, got 0 for document 1"),
+        ({"kv_lengths": [0, 0]}, "kv_lengths must hold at least one token"),
+        ({"kv_lengths": [0, 2]}, "kv_lengths ascend from 0 like cu_seqlens"),
         ({"window": (-1, None)}, r"window must be \(left, right\).*got \(-1, None\)"),
         ({"window": (1.5, None)}, r"window must be \(left, right\).*integer.*got \(1.5, None\)"),
         ({"window": (1,)}, r"window must be \(left, right\).*got \(1,\)"),
@@ -434,3 +440,35 @@ def test_causal_is_true_or_false(causal: object) -> None:
 
 def test_the_differences_of_cu_seqlens_are_lengths() -> None:
     assert Mask(np.diff([0, 4, 9])) == Mask([4, 5])
+    assert Mask(np.diff([0, 0, 4, 4, 9, 9, 9])) == Mask([4, 5])  # padded to a constant length, as for graphs
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
+def test_documents_without_a_token_hold_no_row(lengths, data) -> None:
+    more = list(lengths)
+    for _ in range(data.draw(st.integers(1, 4))):
+        more.insert(data.draw(st.integers(0, len(more))), 0)
+    assume(more[0] or min(np.diff(more)) <= 0)  # else they are those of cu_seqlens
+    tokens = sum(lengths)
+    bounds = np.zeros(tokens, int), np.arange(tokens) + 1
+    for facts in (
+        Mask, partial(Mask, causal=False, window=(2, 3)), partial(Mask, window=(2, None), sink_tokens=2),
+        lambda x: Mask.from_bounds(*bounds, lengths=x),
+        lambda x: Mask.blocks(np.eye(tokens, dtype=bool), 1, lengths=x), lambda x: Mask.tree(x, [-1] * len(x)),
+        lambda x: Mask.from_slices([(0, tokens)], [(0, tokens)], ["causal"], lengths=x),
+        lambda x: Mask(x, kv_lengths=[2 * n for n in x]), partial(Layout.zigzag, ranks=3),
+        partial(Layout.blocked, ranks=3), partial(plan_batch, ranks=3, hardware="h100"),
+    ):  # fmt: skip
+        assert facts(more) == facts(lengths)
+    (part,) = plan_step(more, 3)
+    assert part.plan == plan_step(lengths, 3)[0].plan
+    assert [more[n] for n in part.documents] == lengths
+
+
+def test_keys_without_queries_and_queries_without_keys() -> None:
+    mask = Mask([3, 0, 2, 0], kv_lengths=[0, 4, 2, 0], causal=False)
+    seen = np.zeros((5, 6), bool)
+    seen[3:, 4:] = True
+    np.testing.assert_array_equal(pairs_of(mask), seen)
+    assert mask.lengths.tolist() == [3, 0, 2] and mask.kv_lengths.tolist() == [0, 4, 2]
+    assert mask.documents([0, 2, 3, 4]).tolist() == [0, 0, 2, 2]

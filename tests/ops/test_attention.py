@@ -28,7 +28,7 @@ from seqpar.ops.attention import schedule
 from seqpar.ops.attention.call import PHASES, Call, Phase
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
-from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, examples
+from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, examples, make_layout
 from tests.ops.cases import (
     EACH,
     HEADS,
@@ -103,6 +103,19 @@ def test_widths_per_document_leave_whole_documents_alone() -> None:
     assert alone.any() and not alone.all()
     assert (plan.widths[alone] == 1).all() and (plan.widths[~alone] > 1).all()
     check(plan)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_of_queries_or_of_keys_alone(causal, transport) -> None:
+    mask = Mask([3, 0, 7, 5, 0, 0], kv_lengths=[0, 4, 9, 2, 6, 0], causal=causal)
+    for layout, keys in (("zigzag", "zigzag"), ("contiguous", "striped")):
+        rng = np.random.default_rng(0)
+        rows, columns = make_layout(layout, [15], 4, rng), make_layout(keys, [21], 4, rng)
+        for ulysses in (1, 4, [4, 1, 2, 4, 2]):
+            plan = Plan(mask, rows, kv_layout=columns, ulysses=ulysses, transport=transport)
+            check(plan, (4, 2))
+        assert plan.degrees.tolist()[1::3] == [0, 0] and plan.describe()
 
 
 def stripe(x: Tensor, rank: int) -> Tensor:

@@ -113,8 +113,8 @@ def test_spare_rows_keep_documents_on_fewer_nodes() -> None:
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(ValueError, match="at least 5 ranks"):
         plan_batch([100, 100, 300], 4, model=SMALL, max_tokens_per_rank=100)
-    with pytest.raises(ValueError, match="positive"):
-        plan_batch([100, 0, 300], 4)
+    with pytest.raises(ValueError, match="lengths must be at least 0, got -1 for document 1"):
+        plan_batch([100, -1, 300], 4)
     with pytest.raises(ValueError, match="token_slack"):
         plan_batch([100], 4, token_slack=-1)
     with pytest.raises(ValueError, match="lockstep must be True or False, got 1"):

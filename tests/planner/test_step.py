@@ -114,6 +114,15 @@ def test_splits_are_near_the_best_of_all(lengths, count, times) -> None:
         assert len(parts) == count and 3 * max(sum(ticks[i] for i in part) for part in parts) <= 4 * shortest
 
 
+def test_documents_without_a_token_are_in_no_micro_batch() -> None:
+    lengths, options = [300, 0, 20, 500, 0, 80, 410, 7, 0], {"hardware": VAST, "max_tokens_per_rank": 400}
+    some, found = np.flatnonzero(lengths), plan_step(lengths, 2, **options)
+    without = plan_step([n for n in lengths if n], 2, **options)
+    assert len(found) == 2
+    for one, other in zip(found, without, strict=True):
+        assert one.plan == other.plan and one.documents.tolist() == some[other.documents].tolist()
+
+
 def test_lengths_that_fill_micro_batches_exactly_are_found() -> None:
     parts = split(np.array([60, 50, 40, 30, 20]), np.array([60, 50, 40, 30, 20]), 1, capacity=100)
     assert [part.tolist() for part in parts] == [[0, 2], [1, 3, 4]]
@@ -166,7 +175,7 @@ def test_a_model_by_name_recomputes_as_little_as_its_micro_batches_allow() -> No
         ([100, 100, 300], {"micro_batches": 4}, "micro_batches=4 for 3 documents"),
         ([100], {"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
         ([100], {"max_tokens_per_rank": 0}, "max_tokens_per_rank must be an integer"),
-        ([100, 0], {}, "positive"),
+        ([100, -1], {}, "lengths must be at least 0"),
         ([100], {"masks": Mask([101])}, "the batch's documents"),
         ([100], {"hardware": dataclasses.replace(Hardware.preset("h100"), reserve=73 * 10**9)}, "no row fits"),
     ],

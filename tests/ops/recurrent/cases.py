@@ -16,7 +16,7 @@ from seqpar.comm import Comm
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
 from seqpar.testing import dense_linear_attention, run_threads
-from tests.cases import LAYOUTS, make_layout
+from tests.cases import LAYOUTS, document_lengths, make_layout
 
 FAMILIES = tuple((decay, beta) for decay in ("none", "scalar", "channel") for beta in (False, True))
 
@@ -31,7 +31,7 @@ def plan_of(layout: str, lengths: tuple[int, ...], ranks: int, seed: int = 0) ->
 @st.composite
 def plans(draw: st.DrawFn, longest: int = 12) -> Plan:
     """Any layout of some documents."""
-    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    lengths = draw(document_lengths(longest, 4))
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     return plan_of(draw(st.sampled_from(LAYOUTS)), tuple(lengths), ranks, draw(st.integers(0, 99)))
 
