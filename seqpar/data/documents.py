@@ -156,7 +156,13 @@ def labels_of(
     """For every flat row the label that it predicts, or ignore_index."""
     given = [name for name in LABELS if name in rows.entries]
     if len(given) > 1:
-        raise ValueError("labels and shift_labels are both given; leave one of them out")
+        alone = [rows._replace(entries={n: x for n, x in rows.entries.items() if n != other}) for other in given]
+        one, same = (labels_of(each, kept, first, shift, ignore_index) for each in alone)
+        if one is None or same is None or not torch.equal(one, same):
+            raise ValueError(
+                "labels and shift_labels are both given, and tell different labels of a token; leave one of them out"
+            )
+        return one
     if not given:
         return None
     name = given[0]

@@ -101,9 +101,9 @@ def share(
     """This rank's share of a batch. A collective.
 
     batch: "input_ids" (or "inputs_embeds" [..., E]) padded [B, S], packed [1, T] or [T], or a list of documents [S_i].
-    In the same form, with a value per token: "labels" or "shift_labels", "position_ids", and any other tensor
-    [B, S, ...], which moves along unchanged. "attention_mask" [B, S] of 0 and 1: tokens with 0 are left out, wherever
-    they are. None, or a batch without rows, is empty, as for a rank whose loader has ended.
+    In the same form, with a value per token: "labels" or "shift_labels" (or both, if they agree), "position_ids", and
+    any other tensor [B, S, ...], which moves along unchanged. "attention_mask" [B, S] of 0 and 1: tokens with 0 are
+    left out, wherever they are. None, or a batch without rows, is empty, as for a rank whose loader has ended.
 
     Documents come from "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k"). Without it, a row without attention_mask
     starts a document wherever its position_ids do not continue by 1, as in Hugging Face models without a cache;

@@ -66,12 +66,12 @@ def test_documents_that_were_given_twice_are_given_once() -> None:
 def test_one_kind_of_labels_is_left_out() -> None:
     shifted = torch.cat([IDS[:, 1:], torch.full((2, 1), IGNORE)], 1)
     with advised(ValueError, "leave one of them out"):
-        shared({"input_ids": IDS, "labels": IDS, "shift_labels": shifted})
-    one, other = (
-        share({"input_ids": IDS, name: x}, LocalComm(), plan=ring).tensors["labels"]
-        for name, x in (("labels", IDS), ("shift_labels", shifted))
+        shared({"input_ids": IDS, "labels": IDS, "shift_labels": IDS})
+    one, *others = (
+        share({"input_ids": IDS, **labels}, LocalComm(), plan=ring).tensors["labels"]
+        for labels in ({"labels": IDS}, {"shift_labels": shifted}, {"labels": IDS, "shift_labels": shifted})
     )
-    assert torch.equal(one, other) and (one != IGNORE).sum() == 10
+    assert all(torch.equal(one, other) for other in others) and (one != IGNORE).sum() == 10
 
 
 def test_labels_of_later_tokens_are_made_out_of_labels() -> None:
