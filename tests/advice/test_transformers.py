@@ -316,6 +316,18 @@ def test_items_are_counted_over_all_ranks() -> None:
 
     assert sum(run_threads(2, rank)) == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
 
+    def replicated(comm: Comm, step: int) -> float:
+        """Two micro-batches, which every rank brings, so that it counts them too."""
+        model = llama()
+        with seqpar.parallelize(model, comm, source="replicated"):
+            with pytest.raises(ValueError, match=f"but the batches of all ranks have {2 * counts[0]} labels"):
+                model(**every[0], num_items_in_batch=counts[0])
+            return sum(float(model(**every[0], num_items_in_batch=step).loss) for _ in range(2))
+
+    with advised(UserWarning, "count those of all ranks, as Trainer does with average_tokens_across_devices=True"):
+        run_threads(2, replicated, 2 * counts[0])
+    assert sum(run_threads(2, replicated, 4 * counts[0])) == pytest.approx(sums[0] / counts[0], rel=1e-5)
+
 
 def test_of_two_parallel_models_one_inside_the_other_one_is_undone() -> None:
     outer, inner = llama(), llama()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.programs import Programs
 
+ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 CLOSE = {"loss": 2e-6, "grad_norm": 1e-5}  # relative; margins and the like are differences of what is near 1
 
@@ -84,6 +85,29 @@ def test_adapters_of_peft_under_accelerate(programs: Programs, tmp_path: Path) -
 def test_trainer_with_images(programs: Programs, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     assert len(compare(programs, PROGRAMS / "with_images.py", tmp_path)) == 2
+
+
+def test_trainer_with_the_same_batches_on_every_rank(programs: Programs, tmp_path: Path) -> None:
+    """Its num_items_in_batch counts each label once on every rank."""
+    pytest.importorskip("accelerate")
+    assert len(compare(programs, PROGRAMS / "with_trainer.py", tmp_path)) == 2
+
+
+@pytest.mark.parametrize("advised", [False, True])
+def test_ranks_under_trainer_drop_other_features_as_the_pages_say(
+    advised: bool, programs: Programs, tmp_path: Path
+) -> None:
+    """Also, each rank brings examples of its own: all of them in each epoch."""
+    pytest.importorskip("accelerate")
+    script = PROGRAMS / "trainer_dropout.py"
+    advice = "arguments.seed, arguments.data_seed = comm.rank + 1, 0"
+    pages = [script, *(ROOT / f"docs/{name}.md" for name in ("transformers", "peft", "troubleshooting"))]
+    assert all(advice in " ".join(page.read_text().split()) for page in pages)
+    ranks = [json.loads(out.splitlines()[-1]) for out in programs.ranks(2, script, tmp_path, *["advised"] * advised)]
+    pairs = list(zip(*(rank["dropped"] for rank in ranks), strict=True))
+    assert len(pairs) == 4 and all((first != second) == advised for first, second in pairs)
+    for epoch in (slice(0, 4), slice(4, 8)):
+        assert sorted(ranks[0]["examples"][epoch] + ranks[1]["examples"][epoch]) == list(range(8))
 
 
 def test_ddp_and_averaged_weights_of_lightning(programs: Programs, tmp_path: Path) -> None:

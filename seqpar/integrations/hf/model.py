@@ -90,7 +90,8 @@ class ParallelTransformer(ParallelModel):
     The loss is that of one process with all batches, equal on every rank. Its gradient is that of this rank's share:
     sum the gradients over ranks (`seqpar.train.sync_gradients`), or let a wrapper average them over ``average_over``
     ranks (DDP, FSDP2, accelerate). With ``num_items_in_batch`` the loss is this rank's share, the sum over its tokens /
-    ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does.
+    ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does. It counts the labels
+    of every rank's batch, also where all ranks bring the same one.
 
     Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
     training with labels ``out.logits``, and hidden states that a class returns beside it, are None unless
@@ -167,7 +168,8 @@ class ParallelTransformer(ParallelModel):
         self._pad = counted_pad(model)
         self._tried = frozenset(acting(adapted(model)))
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
-        self._outputs = Outputs(model, comm, self.fit, average_over, self.returned, self._afterwards)
+        copies = comm.size if source == "replicated" else 1
+        self._outputs = Outputs(model, comm, self.fit, average_over, copies, self.returned, self._afterwards)
         self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
@@ -341,7 +343,7 @@ class ParallelTransformer(ParallelModel):
             if int(count) > int(call.items):  # on all ranks
                 raise too_few(call.items, int(count))
             if self.model.training and torch.is_grad_enabled():
-                self._items.note(call.items, int(count))
+                self._items.note(call.items, int(call.items), int(count))
         return out if whole else out.to_tuple()
 
     @uncompiled
@@ -453,13 +455,14 @@ class ParallelTransformer(ParallelModel):
         if training and self.source == "sharded":
             tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
             self._loop.note_batch(what, own.plan.mask.lengths, tokens)
-        if count is not None and head is None and count < own.valid:
-            raise too_few(count, own.valid)
+        brought = own.valid * self._outputs.copies
+        if count is not None and head is None and count < brought:
+            raise too_few(count, brought)
         if own.places is not None:
             self._check_holes()
         self._count += 1
-        if training and items is not None and not self.fit.by_items:
-            self._items.note(items, own.valid)
+        if training and count is not None and (not self.fit.by_items or self.source == "replicated"):
+            self._items.note(items, count, brought)
         logits, chunked = self._output(labels)
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
         tells = chunked and bool(len(own.positions)) and self._afterwards.scaled

@@ -29,14 +29,15 @@ TOLD = 3  # last rows, whose logits tell if the head alone makes them; those of 
 class Outputs(NamedTuple):
     """The outputs of a parallel model.
 
-    returned: those that go home besides those with a row per token. afterwards: what the model was like when it was
-    tried.
+    copies: how often num_items_in_batch counts a label. returned: those that go home besides those with a row per
+    token. afterwards: what the model was like when it was tried.
     """
 
     model: PreTrainedModel
     comm: Comm
     fit: ModelFit
     average_over: int
+    copies: int
     returned: tuple[str, ...]
     afterwards: Afterwards
 
@@ -87,6 +88,7 @@ class Outputs(NamedTuple):
             scale = {"valid": own.valid}
             if self.fit.by_items:  # a mean over more than this batch
                 scale = {"valid": asked.items.reshape(()) if isinstance(asked.items, Tensor) else int(asked.items)}
+                scale["average_over"] = self.copies
         labels = own.tensors["labels"]
         if hidden is not None:
             assert self.fit.head is not None

@@ -106,9 +106,10 @@ def too_few(items: Any, labels: int) -> ValueError:
 
 
 class ItemCounts:
-    """The labels of the forwards that share a `num_items_in_batch`, for a loss that does not divide by it.
+    """The labels of the forwards that share a `num_items_in_batch`, where no forward alone shows that it is too small.
 
-    Its caller scales the loss for wrappers only if it counted the labels of all ranks, and nothing else tells.
+    The caller of a loss that does not divide by it scales for wrappers only if it counted the labels of all ranks; that
+    of replicated batches may have counted the one batch.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -116,23 +117,22 @@ class ItemCounts:
         self._of: tuple[Any, int] = (None, 0)
         self._seen, self._warned = 0, False
 
-    def note(self, items: Any, labels: int) -> None:
+    def note(self, items: Any, count: int, labels: int) -> None:
         """Warn once of a count that is smaller than the labels of the forwards that it was given to.
 
-        Those are of one step: a step of the optimizer changes weights. labels: of all ranks.
+        Those are of one step: a step of the optimizer changes weights. count: items on the host. labels: of all ranks.
         """
         weight = next((p for p in self._model.parameters() if p.requires_grad), None)
         of = items, 0 if weight is None else weight._version
         if of[0] is not self._of[0] or of[1] != self._of[1]:
             self._of, self._seen = of, 0
         self._seen += labels
-        if self._seen > int(items) and not self._warned:
+        if self._seen > count and not self._warned:
             self._warned = True
             warnings.warn(
-                f"num_items_in_batch is {int(items)}, but the forwards that it was given to have {self._seen} labels "
-                f"on all ranks. {type(self._model).__name__} ignores it, so gradients are too small by the number of "
-                "ranks if it counts one rank's labels; count those of all ranks, as Trainer does with "
-                "average_tokens_across_devices=True",
+                f"num_items_in_batch is {count}, but the forwards that it was given to have {self._seen} labels on all "
+                f"ranks. If it counts one rank's, gradients of {type(self._model).__name__} are wrong by the number of "
+                "ranks; count those of all ranks, as Trainer does with average_tokens_across_devices=True",
                 stacklevel=2,
             )
 

@@ -143,16 +143,16 @@ def test_items_of_a_step_that_are_fewer_than_its_labels_are_told_once() -> None:
     counted = ItemCounts(model)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        counted.note(items, 4)
-        counted.note(torch.tensor(6), 4)  # of the next step
+        counted.note(items, 6, 4)
+        counted.note(torch.tensor(6), 6, 4)  # of the next step
         with torch.no_grad():
             model.weight.add_(1)
-        counted.note(items, 4)
+        counted.note(items, 6, 4)
     with pytest.warns(UserWarning, match="num_items_in_batch is 6, but the forwards .* have 8 labels on all ranks"):
-        counted.note(items, 4)
+        counted.note(items, 6, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        counted.note(items, 4)
+        counted.note(items, 6, 4)
 
 
 def in_a_part_of_the_ranks(comm: Comm) -> None:
