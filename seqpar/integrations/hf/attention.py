@@ -21,7 +21,7 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.hf.config import ASKED, mixing_layers, unserved_attention
 from seqpar.integrations.hf.forward import Forward, current, dropped, inside, note_caller
-from seqpar.integrations.hf.mask import Unmade, blocks_of, rule_of
+from seqpar.integrations.hf.mask import Rule, Unmade, blocks_of, rule_of
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.signature import Numerics
 from seqpar.ops.core.collective_op import layer_calls
@@ -81,7 +81,7 @@ def _mask(
 ) -> Any:  # fmt: skip
     state = current() or Forward()
     if state.note is not None:
-        return state.note(function, attention_mask)
+        return state.note(function, attention_mask, config)
     # a model of seqpar.parallelize has been tried, and its mixers are replaced
     if config is not None and not inside() and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
         remedy = "; give the model to seqpar.parallelize, which knows some such layers"
@@ -107,6 +107,8 @@ def _mask(
             "mask; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
     rule, ids = rule_of(function), blocks_of(function)
+    if not inside() and (error := left_out(rule, config)):
+        return error
     try:
         if ids is None or state.blocked is None:
             plan = state.make(around.plan, rule)
@@ -115,6 +117,17 @@ def _mask(
     except Unmade as error:
         return error.with_traceback(None)  # whose frames hold the batch
     return handle(plan, around.comm, around.seed)
+
+
+def left_out(rule: Rule, config: PreTrainedConfig | None) -> Unmade | None:
+    """The error for a causal mask of layers that are not: "sdpa" leaves such a mask out, and "eager" heeds it."""
+    if not rule.causal or rule.block or getattr(config, "use_bidirectional_attention", None) not in (True, "all"):
+        return None
+    return Unmade(
+        "layers that see ahead (use_bidirectional_attention=True) got a causal mask, which 'sdpa' leaves out where no "
+        "row is padded, and 'eager' never; give token_type_ids, 0 for tokens that see each other and 1 for others, or "
+        "load it with use_bidirectional_attention=False in the config of its text model"
+    )
 
 
 def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:

@@ -27,14 +27,14 @@ class Forward(NamedTuple):
     """State of a forward pass besides the plan. make: returns the plan for a layer's rule.
 
     blocked: the same for a rule with blocks and the number of each row's block; None where blocks are not served.
-    note: before rows are shared, returns what stands for the mask of a mask function and a padding mask; text: the
-    config of the model whose masks these are.
+    note: before rows are shared, returns what stands for the mask of a mask function, a padding mask and a config; text:
+    the config of the model whose masks these are.
     """
 
     make: Callable[[Plan, Rule], Plan] = planned
     blocked: Callable[[Plan, Rule, Tensor], Plan] | None = None
     padded: bool = False  # whether padding in a two-dimensional mask has been removed already
-    note: Callable[[Callable[..., Any], Tensor | None], Any] | None = None
+    note: Callable[[Callable[..., Any], Tensor | None, Any], Any] | None = None
     text: PreTrainedConfig | None = None
     longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
     drops: bool = True  # whether attention drops pairs in training

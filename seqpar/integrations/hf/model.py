@@ -36,7 +36,7 @@ from seqpar.foreign.wrap import PARALLEL, ParallelModel, check_makes_plans, refu
 from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.ahead import Plans, ahead
-from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, numbered
+from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, left_out, numbered
 from seqpar.integrations.hf.config import ASKED, text_of
 from seqpar.integrations.hf.forward import Forward, during, planned
 from seqpar.integrations.hf.generation import generators
@@ -154,6 +154,9 @@ class ParallelTransformer(ParallelModel):
                 for module, written in rewritten(model):
                     self.put_around(module, written.replacement, written.method)
                 self.fit = fitting(model)
+                for rule in self.fit.rules if self.text is model else ():
+                    if error := left_out(rule, model.config):
+                        raise error
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
                     "in_place": in_place, "lengths that rotary embeddings have met": lengths_kept(lengthy(model)),

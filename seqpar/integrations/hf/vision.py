@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from seqpar.comm.entry import uncompiled
 from seqpar.data import Share
 from seqpar.data.rows import LABELS
+from seqpar.integrations.hf.attention import left_out
 from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
 from seqpar.integrations.hf.forward import Forward, Noted, during, padding_of
@@ -68,9 +69,10 @@ class Bringing:
         self.own: Share | None = None
         self.refused = False
 
-    def note(self, function: Callable[..., Any], padding: Tensor | None) -> Noted:
+    def note(self, function: Callable[..., Any], padding: Tensor | None, config: Any) -> Noted:
         """Keep what a mask function says until rows are shared."""
         rule, ids = rule_of(function), blocks_of(function)
+        self.error = self.error or left_out(rule, config)
         same = self.ids is None or ids is None or self.ids.equal(ids)
         if not same or self.rules.setdefault(rule._replace(block=""), rule.block) != rule.block:
             raise NotImplementedError("masks of layers have blocks of two kinds, or some of them none")
