@@ -4,7 +4,8 @@ At each forward, ranks compare a hash of some weights while they announce their 
 
     at the first forward, or of new parameters  other weights were loaded or drawn: an error
     after a backward without a sum              the optimizer stepped by each rank's own share: an error
-    else                                        ranks drift apart, by operations that are not deterministic: a warning
+    else by no more than rounding               ranks drift apart, by operations that are not deterministic: a warning
+    else                                        a step came before the sum, or one rank loaded other weights: an error
 
 They compare a hash of some buffers too; if it differs, each rank has loaded them, or changed them, by itself, and a
 warning says so.
@@ -230,8 +231,16 @@ class Loop:
     def _compare(self, what: str) -> None:
         """Find the weights behind unequal hashes, and raise or warn. A collective."""
         stepped = {each.name for each in self._sample if self._id(each.parameter) in self._unsummed}
-        found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped))
-        worst = difference([several for several, _ in found])
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped, frozen))
+        for rank, (*_, other) in enumerate(found):
+            if odd := sorted(other ^ found[0][2]):
+                where = (rank, 0) if odd[0] in other else (0, rank)
+                raise ValueError(
+                    f"{what}: ranks differ in what requires gradients: {odd[0]} is frozen on rank {where[0]} and not "
+                    f"on rank {where[1]} ({len(odd)} in all); freeze the same parameters on every rank"
+                )
+        worst = difference([several for several, *_ in found])
         if worst is None:
             return
         told = f"{what}: {worst.name} differs by up to {worst.largest:.3g} between rank 0 and rank {worst.rank}"
@@ -241,7 +250,7 @@ class Loop:
                 f"{told}, and {since}; load the same weights on every rank, or call "
                 "torch.manual_seed(0) before you create the model"
             )
-        if any(worst.name in names for _, names in found) and not self._wrapped:
+        if any(worst.name in names for _, names, _ in found) and not self._wrapped:
             raise ValueError(
                 f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "
                 "equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before every step"
@@ -251,6 +260,12 @@ class Loop:
                 f"{told}: one of them is infinite or NaN, as after a step that only some ranks skipped; start again "
                 "from equal weights, and call sync_gradients before GradScaler.unscale_, so that all ranks find the "
                 "same overflow"
+            )
+        if not any(each.name == worst.name and worst.is_rounding(each.parameter.dtype) for each in self._sample):
+            raise ValueError(
+                f"{told}, though gradients were summed: an optimizer stepped before their sum, or some ranks loaded or "
+                "drew other weights; start again from equal weights, call sync_gradients before every step of the "
+                "optimizer, and load weights on every rank"
             )
         self._quiet = True
         self._warn(

@@ -137,14 +137,14 @@ def values(sample: Sequence[Sampled]) -> dict[str, Tensor]:
 
 
 class Fingerprint:
-    """A hash of the names and present values of a sample.
+    """A hash of the names and present values of a sample, and which of it are trained.
 
     late: whether a device has yet to copy the values; then the host asks for the hash later, and waits for no work.
     """
 
     @torch.no_grad()
     def __init__(self, sample: Sequence[Sampled]) -> None:
-        self._names = "\n".join(each.name for each in sample).encode()
+        self._names = "\n".join(f"{each.name} {each.trained}" for each in sample).encode()
         joined = [torch.cat(list(several.values())) for several in _kinds(sample)]
         self.late = any(is_on_gpu(x) for x in joined)
         self._copies = [to_host(x) if is_on_gpu(x) else (x, None) for x in joined]
@@ -172,11 +172,19 @@ def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
 
 
 class Difference(NamedTuple):
-    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0."""
+    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0.
+
+    scale: the parameter's largest value.
+    """
 
     name: str
     rank: int
     largest: float
+    scale: float
+
+    def is_rounding(self, dtype: torch.dtype) -> bool:
+        """Whether one step of an optimizer, rounded otherwise on each rank, may make this difference."""
+        return dtype.is_floating_point and self.largest <= 4 * torch.finfo(dtype).eps * self.scale
 
 
 def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
@@ -184,9 +192,12 @@ def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
     worst: Difference | None = None
     for rank, other in enumerate(found):
         for name in found[0] | other:
-            largest = _largest_gap(found[0].get(name), other.get(name))
+            one, another = found[0].get(name), other.get(name)
+            largest = _largest_gap(one, another)
             if largest > (worst.largest if worst else 0.0):
-                worst = Difference(name, rank, largest)
+                worst = Difference(
+                    name, rank, largest, max(float(x.abs().max()) for x in (one, another) if x is not None)
+                )
     return worst
 
 

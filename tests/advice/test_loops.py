@@ -211,6 +211,57 @@ def test_gradients_are_summed_before_a_scaler_looks_at_them() -> None:
     assert first == second and all(math.isfinite(x) for x in first)
 
 
+@pytest.mark.parametrize("mistake", ["the step before the sum", "weights of one rank"])
+def test_gradients_are_summed_before_every_step_and_weights_loaded_on_every_rank(mistake: str) -> None:
+    def step(comm: Comm, model: nn.Module, *, wrong: str = "") -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(**EVERY[comm.rank]).loss
+        loss.backward()
+        if wrong == "the step before the sum":
+            optimizer.step()
+        sync_gradients(model.parameters(), comm)
+        gradient = head(model).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        if wrong == "weights of one rank" and comm.rank:
+            model.load_state_dict({name: x + 1 for name, x in MODEL.state_dict().items()})
+        return gradient if is_right(loss.detach(), gradient) else gradient * torch.nan
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        with advised(
+            ValueError,
+            "start again from equal weights, call sync_gradients before every step of the optimizer, and load weights "
+            "on every rank",
+        ):
+            for _ in range(2):
+                step(comm, model, wrong=mistake)
+        model.load_state_dict(MODEL.state_dict())
+        right = bool(step(comm, model).isfinite().all())
+        model(**EVERY[comm.rank])  # after the step weights are equal
+        return right
+
+    assert run_threads(2, rank) == [True, True]
+
+
+def test_ranks_freeze_the_same_layers() -> None:
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL)
+        seqpar.parallelize(model, comm)
+        model(**EVERY[comm.rank])
+        model.model.layers[0].requires_grad_(not comm.rank)
+        with advised(ValueError, "freeze the same parameters on every rank"):
+            model(**EVERY[comm.rank])
+        model.model.layers[0].requires_grad_(False)
+        loss = model(**EVERY[comm.rank]).loss
+        loss.backward()
+        sync_gradients(model.parameters(), comm)
+        return is_right(loss.detach(), head(model))
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:
     ended = threading.Event()
 

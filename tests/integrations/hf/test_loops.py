@@ -18,13 +18,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
-from seqpar import Comm
+from seqpar import Comm, Layout, Mask, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import clip_grad_norm, sync_gradients, weights
 from tests.integrations.hf.models import batches, build
 
 RANKS = 2
 MODEL, EVERY = build("llama"), batches("right", RANKS)
+
+
+class Attends(nn.Module):
+    """Causal attention of rows [1, T, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+ATTENDED, ATTENDED_ROWS = Plan(Mask([8]), Layout.contiguous(8, 2)), torch.ones(1, 4, 8)
 
 
 @contextmanager
@@ -89,12 +104,66 @@ def test_ranks_that_drift_apart_are_told_once() -> None:
                 sync_gradients(own.parameters(), comm)
                 with torch.no_grad():
                     for p in own.parameters():
-                        p -= 0.1 * p.grad + (1e-3 if comm.rank and step == 1 else 0.0)
+                        p -= 0.1 * p.grad
+                        if comm.rank and step == 1:
+                            torch.nextafter(p, torch.tensor(9.0), out=p)  # a last digit, as of another order of sums
                 own.zero_grad()
 
     with told(1) as texts:
         run_threads(RANKS, rank)
-    assert "differs by up to 0.001 between rank 0 and rank 1, though gradients were summed" in texts[0]
+    assert "between rank 0 and rank 1, though gradients were summed: ranks drift apart" in texts[0]
+
+
+def stepping_before_the_sum(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) -> None:
+    own(**EVERY[comm.rank]).loss.backward()
+    optimizer.step()
+    sync_gradients(own.parameters(), comm)
+    optimizer.zero_grad()
+
+
+def loading_on_one_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) -> None:
+    plain(own, comm, optimizer, 0)
+    if comm.rank:
+        redrawn(own)
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-6])
+@pytest.mark.parametrize("step", [stepping_before_the_sum, loading_on_one_rank])
+def test_weights_that_differ_after_a_sum_are_an_error_that_names_both_causes(step: Any, lr: float) -> None:
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(MODEL)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=lr)
+        match = "stepped before their sum, or some ranks loaded"
+        with seqpar.parallelize(own, comm), pytest.raises(ValueError, match=match) as raised:
+            for _ in range(3):
+                step(own, comm, optimizer)
+        return str(raised.value)
+
+    with told(0):
+        assert len(set(run_threads(RANKS, rank))) == 1
+
+
+@pytest.mark.parametrize(("sdpa", "begun"), [(False, 0), (False, 2), (True, 0), (True, 2)])
+def test_a_layer_that_one_rank_freezes_is_named(sdpa: bool, begun: int) -> None:
+    model = nn.Sequential(Attends()) if sdpa else MODEL
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        handle = seqpar.parallelize(own, comm, **({"sdpa": True, "plan": ATTENDED} if sdpa else {}))
+        batch = (ATTENDED_ROWS,) if sdpa else ()
+        frozen = own[0].linear if sdpa else own.model.layers[0].mlp
+        with (
+            handle,
+            pytest.raises(ValueError, match="ranks differ in what requires gradients: .*freeze the same") as raised,
+        ):
+            for step in range(begun + 2):
+                if comm.rank and step >= begun:
+                    frozen.requires_grad_(False)
+                own(*batch, **({} if sdpa else EVERY[comm.rank]))
+        return str(raised.value)
+
+    name = "0.linear.bias" if sdpa else "model.layers.0.mlp.down_proj.weight"
+    assert all(f"{name} is frozen on rank 1 and not on rank 0" in error for error in run_threads(RANKS, rank))
 
 
 def with_buffer(rank: int) -> Any:
@@ -582,9 +651,11 @@ def test_a_wrapper_over_replicas_does_not_stand_for_the_sum_over_the_comm(how: s
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_ranks_that_drift_apart_under_a_wrapper_over_replicas_are_told(how: str) -> None:
-    for rank, (error, texts, _) in enumerate(run_processes(4, meshed, how, "dp", 1, "sp", 1e-3)):
+    for rank, (error, texts, _) in enumerate(run_processes(4, meshed, how, "dp", 1, "sp", 1e-8)):
         assert not error and len(texts) == (rank % 2 == 0)
-        assert all("lm_head.weight differs by up to 0.001" in x and "though gradients were summed" in x for x in texts)
+        assert all("lm_head.weight differs by up to" in x and "though gradients were summed" in x for x in texts)
+    for error, texts, _ in run_processes(4, meshed, how, "dp", 1, "sp", 1e-3):
+        assert not texts and "lm_head.weight differs by up to 0.001" in error and "stepped before their sum" in error
 
 
 def replicated(comm: Comm, layer: str) -> list[str]:
