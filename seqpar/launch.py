@@ -11,17 +11,19 @@ import multiprocessing
 import os
 import pickle
 import queue
+import random
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,11 +38,13 @@ _pools: dict[tuple[int, bool], _Pool] = {}  # world size, whether on GPUs -> idl
 
 def run_threads(
     size: int, fn: Callable[..., Any], *args: Any, delay: float | tuple[float, float] = 0.0, timeout: float = 60.0,
-    direct: bool = True, node: int | None = None,
+    direct: bool = True, node: int | None = None, turns: bool = False,
 ) -> list[Any]:  # fmt: skip
     """The results of ``fn(comm, *args)`` by rank, on `size` threads that are the ranks of a `LocalComm.world`.
 
-    delay, timeout, direct, node: as in `LocalComm.world`. Threads share torch's global random generator: use your own.
+    delay, timeout, direct, node: as in `LocalComm.world`. turns: one rank runs until it waits for another, then the
+    next does, and each has random numbers of torch, NumPy and Python of its own, as processes have; they begin where
+    the caller's are, which stay as they are. Otherwise threads share torch's generator: use your own.
     Where torch computes with one thread (``torch.set_num_threads(1)``, best for the small tensors of tests), the ranks
     share one core on Linux, where they would otherwise wait for each other at Python's lock.
 
@@ -50,13 +54,18 @@ def run_threads(
     comms = LocalComm.world(size, timeout=timeout, delay=delay, direct=direct, node=node)
     finished: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
     core = _own_core() if size > 1 and torch.get_num_threads() == 1 else None
+    world, drawn = comms[0]._world, _drawn() if turns else None
+    if turns:
+        world.wakeups = [_Turns(world.lock) for _ in comms]
 
     def rank_main(comm: LocalComm) -> None:
         if core is not None:
             with suppress(OSError):  # where a container forbids it, ranks are slower
                 os.sched_setaffinity(0, {core})  # of this thread alone
         # otherwise all ranks' backward passes share one engine thread, and a waiting rank blocks its peer
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), world.lock if turns else nullcontext():
+            if drawn is not None:
+                _draw_on(drawn)
             try:
                 finished.put((comm.rank, fn(comm, *args), None))
             except BaseException as error:
@@ -82,9 +91,39 @@ def run_threads(
     except BaseException:
         comms[0].abort("the caller was interrupted")
         raise
+    finally:
+        if drawn is not None:
+            _draw_on(drawn)
     if errors:
         raise _root(errors)
     return [results[rank] for rank in range(size)]
+
+
+class _Turns(threading.Condition):
+    """A rank's wait, in which others run and draw. Ranks hold its lock, the world's, at all other times."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As of every condition; afterwards this rank's random numbers go on where they were."""
+        drawn = _drawn()
+        try:
+            return super().wait(timeout)
+        finally:
+            _draw_on(drawn)
+
+
+def _drawn() -> tuple[Any, ...]:
+    """How far the random numbers of torch, NumPy and Python have been drawn."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus, np.random.get_state(), random.getstate()
+
+
+def _draw_on(drawn: tuple[Any, ...]) -> None:
+    """Go on drawing random numbers from there."""
+    on_cpu, on_gpus, of_numpy, of_python = drawn
+    torch.set_rng_state(on_cpu)
+    torch.cuda.set_rng_state_all(on_gpus)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
 
 
 def _root(errors: list[BaseException]) -> BaseException:

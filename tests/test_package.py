@@ -52,7 +52,7 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "launch": (FLOOR_3, ANY),
     "testing": (FLOOR_3 | {"launch"}, ANY),
-    "cli": (FLOOR_3 | {"launch", ""}, ANY),
+    "cli": (FLOOR_3 | {"launch", "testing", ""}, ANY),
     "__main__": (FLOOR_3 | {"cli"}, ANY),
     "__init__": (FLOOR_3, TENSORS),
 }
@@ -99,6 +99,7 @@ ORDER = {
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
     "nn": "checkpoint source attention multihead __init__",
+    "testing": "oracle comparison __init__",
     "foreign": "randomness asleep kinds rounding wrap hooks saved_state code fingerprint weights gradients __init__",
     "integrations": """
         adapters hf hf/config probe

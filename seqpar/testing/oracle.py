@@ -1,4 +1,4 @@
-"""Tools for tests of distributed attention: ranks as threads or processes, the dense oracle, tensor errors."""
+"""Attention and recurrences by definition, on one device, and the error of a tensor against them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from torch import Tensor
 
 from seqpar.facts.mask import Mask
 from seqpar.kernels import dropout
-from seqpar.launch import COMMS, run_processes, run_threads
-
-__all__ = [
-    "COMMS",
-    "ERROR_GROWTH",
-    "dense_attention",
-    "dense_linear_attention",
-    "relative_rms",
-    "run_processes",
-    "run_threads",
-    "seen_pairs",
-]
 
 # The error against float64, averaged over seeds, may exceed the same kernel's error on one rank by this factor.
 ERROR_GROWTH = 1.05
