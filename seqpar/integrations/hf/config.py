@@ -36,7 +36,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
     if other := set(getattr(config, "layer_types", None) or ()) - served:
         reasons.append(f"it has layers of types {sorted(other)}")
-    if getattr(config, "token_dropout", False):
+    if getattr(config, "token_dropout", False) and not shared:
         reasons.append("its embeddings are scaled by the share of mask tokens in a row (token_dropout=True)")
     for kind, place in _ropes(config):
         if by_longest(kind, config) and not shared:

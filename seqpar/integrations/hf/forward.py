@@ -37,6 +37,7 @@ class Forward(NamedTuple):
     note: Callable[[Callable[..., Any], Tensor | None, Any], Any] | None = None
     text: PreTrainedConfig | None = None
     longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
+    masks: Tensor | None = None  # of each row, the share of mask tokens in its row of the batch, where that scales it
     drops: bool = True  # whether attention drops pairs in training
 
 
@@ -110,6 +111,17 @@ def longest() -> int | None:
     """The longest position + 1 of the forward pass that this thread is in; None outside of all."""
     state = _thread.state
     return None if state is None else state.longest
+
+
+def share_of_masks() -> Tensor:
+    """Of each row, the share of mask tokens in its row of the batch, in the forward pass that this thread is in.
+
+    Raises: RuntimeError outside of all, as for embeddings that a checkpoint computes again.
+    """
+    state = _thread.state
+    if state is None or state.masks is None:
+        raise RuntimeError("embeddings are scaled by the share of mask tokens in a row, which is known in forward only")
+    return state.masks
 
 
 def dropped(probability: float) -> float:

@@ -65,6 +65,7 @@ from seqpar.integrations.hf.request import (
     too_few,
 )
 from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, lengthy, turn
+from seqpar.integrations.hf.token_dropout import SHARES, dropping_tokens, shares
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
@@ -173,7 +174,7 @@ class ParallelTransformer(ParallelModel):
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
         copies = comm.size if source == "replicated" else 1
         self._outputs = Outputs(model, comm, self.fit, average_over, copies, self.returned, self._afterwards)
-        self._rotaries, self._at_zero = lengthy(model), begins_at_zero(model)
+        self._rotaries, self._at_zero, self._drops = lengthy(model), begins_at_zero(model), dropping_tokens(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
         self._planner = ModelPlanner(model, causal=self.fit.causal)
@@ -364,7 +365,8 @@ class ParallelTransformer(ParallelModel):
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
         around.enter_context(surround(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
-        state = Forward(self._maker(own), partial(self._gathered, own), longest=self._longest)
+        masks = own.tensors.get(SHARES)
+        state = Forward(self._maker(own), partial(self._gathered, own), longest=self._longest, masks=masks)
         around.enter_context(during(state))
         return around
 
@@ -470,7 +472,7 @@ class ParallelTransformer(ParallelModel):
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
         tells = chunked and bool(len(own.positions)) and self._afterwards.scaled
         request = Request(labels, items, return_dict, logits, chunked, tells, routers, state.recomputed)
-        rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name != "labels"}
+        rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name not in ("labels", SHARES)}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         if hidden_states is not None:  # else the configs of the model and its parts decide
             rows["output_hidden_states"] = bool(hidden_states)
@@ -496,6 +498,8 @@ class ParallelTransformer(ParallelModel):
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
         if counts(self.fit.counting, batch):
             batch[COUNTED] = counted(self.fit.counting, batch, self._pad)
+        if self._drops and "input_ids" in batch:
+            batch[SHARES] = shares(self._drops[0], batch)
         if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
             raise NotImplementedError(f"a batch for {who}: {reason}")
         items = arguments.get("num_items_in_batch") if self._head is None else self._head.items

@@ -28,6 +28,7 @@ from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
 from seqpar.integrations.hf.registry import CUT, uncut
+from seqpar.integrations.hf.token_dropout import dropping_tokens, scaled
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
@@ -201,6 +202,7 @@ CLASSES: dict[str, Written] = {
 }
 MIXER = Written("forward", mix)
 WHOLE = Written(CUT, uncut)
+SCALED = Written("forward", scaled)
 
 
 def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
@@ -212,7 +214,8 @@ def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
 def rewritten(model: nn.Module) -> list[tuple[nn.Module, Written]]:
     """The modules of a model that seqpar computes itself, wholly or in part, and what replaces a method of each."""
     cutting = (module for module in model.modules() if hasattr(module, CUT))
-    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model), *((module, WHOLE) for module in cutting)]
+    others = *((module, WHOLE) for module in cutting), *((module, SCALED) for module in dropping_tokens(model))
+    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model), *others]
 
 
 def sees_places(model: nn.Module) -> bool:

@@ -286,7 +286,7 @@ def encoder(kind: str, **more: Any) -> Any:
 
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1}
     config = getattr(transformers, f"{kind}Config")(
-        **sizes, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5, **more
+        **sizes | {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5} | more
     )
     torch.manual_seed(3)
     return getattr(transformers, f"{kind}ForMaskedLM")(config).train()
@@ -310,6 +310,35 @@ def test_layers_without_an_index_drop_pairs_of_their_own_on_any_number_of_ranks(
     assert alone[1] == 2 and abs(alone[0] - float(copy.deepcopy(model).eval()(input_ids=ids, labels=ids).loss)) > 1e-4
     for loss, seeds in run_threads(3, rank):
         assert loss == pytest.approx(alone[0], rel=1e-6) and seeds == 2
+
+
+@pytest.mark.parametrize("position_embedding_type", ["rotary", "absolute"])
+@pytest.mark.parametrize("kind", ["left", "right"])
+def test_embeddings_scaled_by_the_mask_tokens_of_a_row(kind: str, position_embedding_type: str) -> None:
+    more = {"vocab_size": VOCABULARY, "attention_probs_dropout_prob": 0.0, "token_dropout": True}
+    # 5 is among the tokens that the model is tried with
+    model = encoder("Esm", mask_token_id=5, position_embedding_type=position_embedding_type, **more)
+    every = [*batches(kind, 2), holes(generator(), 17)]
+    for seed, batch in enumerate(every):
+        ids = batch["input_ids"]
+        ids[(torch.rand(ids.shape, generator=generator(seed)) < 0.3) & (ids != 0)] = 5
+        ids[(ids == 1) | (ids == 0)] = 2  # the padding token, by which positions are counted, is one of its own
+        ids[batch["attention_mask"] == 0] = 1
+        batch["labels"][batch["attention_mask"] == 0] = -100
+    expected = one_process(model, every, False)
+    check(run_threads(3, on_ranks, model, every, {"plan": PLANS["ring"]}), expected, every)
+    ids = every[1]["input_ids"]
+    given = {
+        "inputs_embeds": model.esm.embeddings.word_embeddings(ids),
+        "position_ids": torch.arange(ids.shape[1])[None],
+    }
+    with seqpar.parallelize(model, LocalComm()) as handle, torch.no_grad():
+        found = [model(**given).logits, model(input_ids=ids).logits]
+        with handle.local():
+            alone = [model(**given).logits, model(input_ids=ids).logits]
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert (alone[0] - alone[1]).abs().max() > 1e-3
 
 
 def test_a_layer_that_runs_twice_has_no_number_for_its_dropout() -> None:

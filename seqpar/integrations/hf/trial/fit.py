@@ -22,6 +22,7 @@ from seqpar.integrations.hf.config import NO_INTERFACE, caching, config_refusals
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import forgotten, lengthy
+from seqpar.integrations.hf.token_dropout import dropping_tokens
 from seqpar.integrations.hf.towers import MEDIA
 from seqpar.integrations.hf.trial.runs import (
     NO_MASK,
@@ -60,7 +61,7 @@ def refusals(model: PreTrainedModel) -> list[str]:
     if not model._can_set_attn_implementation() and not unlisted(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
-    served = bool(lengthy(model) or unlisted(model))
+    served = bool(lengthy(model) or unlisted(model) or dropping_tokens(model))
     shared = served or not mixing_layers(model.config.get_text_config(), recurrent=True)
     reasons += config_refusals(model, recurrent=bool(known), shared=shared)
     inside = {part for mixer in known for part in mixer.modules()}

@@ -38,6 +38,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.token_dropout import dropping_tokens, shares
 from seqpar.integrations.hf.trial.weights import check_shown
 from seqpar.integrations.hf.trial.wide import quantised, wide
 from seqpar.integrations.hf.unlisted import unlisted
@@ -128,7 +129,9 @@ class TrialRuns:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.rules, self.reasons = model, set[Rule](), list[str]()
-        self.state = Forward(self._note, padded=True)
+        drops = dropping_tokens(model)  # as in one row of all tokens
+        masks = shares(drops[0], {"input_ids": self.ids[None]})[:, :1] if drops else None
+        self.state = Forward(self._note, padded=True, masks=masks)
         self.hidden: Tensor | None = None
         self.calls = sys.maxsize
         self.callers: set[nn.Module] = set()
