@@ -422,7 +422,7 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
     for name, by_rank in values.items():
         if len(set(by_rank)) > 1:
             told = f"{claims[0].what}: ranks differ in {name}: {_by_value(by_rank)}; give all ranks the same"
-            if name == "the call":
+            if name in ("the call", "training", "grad enabled"):
                 told = (
                     f"{told.rpartition(';')[0]}; make the same calls on all ranks, and evaluate on one rank inside "
                     "`with handle.local():`"

@@ -75,10 +75,10 @@ class ForwardChecks:
         model, what, facts = named[0][1], f"a forward of {type(named[0][1]).__name__}", dict[str, object]()
         with gathering(what, self.comm, lambda code, error: self.comm.gather(what, code, error, facts=facts)) as codes:
             self._check_changes(named, seen)
+            facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training}
             facts |= {
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
-            facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training}
             facts |= {"grad": self.grad, "average_over": self.average_over}
             facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])

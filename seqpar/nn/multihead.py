@@ -19,8 +19,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Called with this rank's rows of query, key and value, [T, E] or a batch of one, it returns the rows that torch's
     module returns for each document under the plan's mask. That mask is the only one: ``attn_mask``, ``is_causal`` and
-    ``key_padding_mask`` are refused. The plan, and the seed of dropout, are the bound or the surrounding ones, as for
-    `Attention`.
+    ``key_padding_mask`` are refused. ``need_weights`` is False by default, as no rank has all weights. The plan, and
+    the seed of dropout, are the bound or the surrounding ones, as for `Attention`.
 
     Raises: NotImplementedError for add_bias_kv, and at a call for masks, ``need_weights=True`` and nested tensors;
     ValueError for a batch of several.
@@ -52,7 +52,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool = False,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import seqpar
-from seqpar import Layout, LocalComm, Mask, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
+from seqpar.comm import PeerError
 from seqpar.dsp import plan_stages
 from seqpar.integrations.hf.shape import shape_of
+from seqpar.testing import run_threads
 from tests.dsp import models as dsp_models
 from tests.dsp.cases import clip, latte
 from tests.integrations.diffusers_models import flux
@@ -187,3 +191,94 @@ def in_transform(kind: str) -> None:
 def test_models_inside_transforms_are_refused(kind: str) -> None:
     with pytest.raises(NotImplementedError, match=r"parallelize\(\w+\) inside a transform of torch.func"):
         in_transform(kind)
+
+
+class Attending(nn.Module):
+    """Attention of rows [1, T, 8] by PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+class ByHand(Attending):
+    """The same by a softmax of products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)
+        return (q @ q.mT).masked_fill(torch.ones(q.shape[1], q.shape[1]).triu(1) > 0, -torch.inf).softmax(-1) @ q
+
+
+ROWS = Plan(Mask([8]), Layout.contiguous(8, 2))
+
+
+def evaluated(kind: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """A model, its options, and the arguments of a forward on every rank."""
+    if kind == "sdpa":
+        return Attending(), {"sdpa": True, "plan": ROWS}, {"x": torch.ones(1, 4, 8)}
+    if kind == "stages":
+        return latte(), {}, clip(1)
+    if kind == "diffusers":
+        model, arguments = flux()
+        return model.double(), {}, arguments
+    return build("llama"), {}, batches("right", 1)[0]
+
+
+@pytest.mark.parametrize("kind", ["transformers", "diffusers", "sdpa", "stages"])
+@pytest.mark.parametrize("begun", [0, 1, 3])
+@pytest.mark.sampled(4)
+def test_evaluation_on_one_rank_alone_is_told_of_local(kind: str, begun: int) -> None:
+    model, options, arguments = evaluated(kind)
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        handle = seqpar.parallelize(own, comm, **options)
+        own.train()
+        for _ in range(begun):
+            own(**arguments)
+        with pytest.raises(ValueError) as error:
+            if comm.rank == 0:
+                with torch.no_grad():
+                    own.eval()(**arguments)
+            else:
+                own(**arguments)
+        with handle.local(), torch.no_grad():
+            if comm.rank == 0:
+                own.eval()(**arguments)
+        return str(error.value)
+
+    for told in run_threads(2, rank, timeout=20):
+        assert "evaluate on one rank inside `with handle.local():`" in told, told
+
+
+def test_a_model_that_one_rank_alone_makes_parallel_is_named() -> None:
+    def rank(comm: Comm) -> str:
+        if comm.rank:
+            return ""
+        with pytest.raises(PeerError) as error:
+            seqpar.parallelize(build("llama"), comm)
+        return str(error.value)
+
+    told = run_threads(2, rank, timeout=1)[0]
+    assert "parallelize(LlamaForCausalLM)" in told and "seed" not in told
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["plan given", "plan around"])
+def test_softmax_by_hand_is_told_of_before_anything_else(around: bool) -> None:
+    model = ByHand()
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        seqpar.parallelize(own, comm, sdpa=True, **({} if around else {"plan": ROWS}))
+        block = seqpar.parallel(ROWS, comm) if around else nullcontext()
+        match = "no attention was rerouted .* where the model computes attention by"
+        with pytest.raises(RuntimeError, match=match), block:
+            own(torch.ones(1, 4, 8))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_threads(2, rank, timeout=20)

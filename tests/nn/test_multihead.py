@@ -184,7 +184,9 @@ def test_what_is_refused_is_named() -> None:
             with pytest.raises(NotImplementedError, match=name):
                 module(x, x, x, **{"need_weights": False} | option)
         with pytest.raises(NotImplementedError, match="need_weights"):
-            module(x, x, x)  # torch's default
+            module(x, x, x, need_weights=True)
+        expected = module(x, x, x, need_weights=False)[0]
+        assert torch.equal(module(x, x, x)[0], expected) and module(x, x, x)[1] is None
         with pytest.raises(NotImplementedError, match="nested tensors"):
             nested = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.jagged)
             module(nested, nested, nested, need_weights=False)

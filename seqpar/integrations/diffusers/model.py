@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from seqpar.comm import Comm
@@ -124,7 +125,9 @@ def _compared(
     if model is sharing.handle.model:
         for region in known_regions():
             region.run_again_inside(sharing.handle.again, sharing.handle)
-    with gathering("diffusers: forward", sharing.comm) as facts:
+    modes = {"grad enabled": torch.is_grad_enabled()}
+    gather = partial(sharing.comm.gather, "diffusers: forward", facts=modes)
+    with gathering("diffusers: forward", sharing.comm, gather) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")
         if args:

@@ -137,7 +137,7 @@ class ParallelTransformer(ParallelModel):
         self._longest = 0  # positions of the longest row of all ranks' batches, if rotary embeddings depend on it
         self._known: set[Rule] = set()  # of the masks that all ranks used in an earlier forward
         self._rules: list[Rule] = []  # of the masks in the last forward
-        self._seed = comm.gather("parallelize: the seed of attention dropout", torch.initial_seed())[0]
+        self._seed = comm.gather(f"parallelize({type(model).__name__})", torch.initial_seed())[0]
         self._before = self.text.config._attn_implementation
         self._name = self._before if in_place else KEY
         try:
@@ -441,7 +441,7 @@ class ParallelTransformer(ParallelModel):
         routers = bool(arguments.get(ASKED))
         state = self._planner.state()
         facts = {
-            "labels": labelled, "training": training, "adapters": acting_adapters(layers),
+            "training": training, "labels": labelled, "adapters": acting_adapters(layers),
             "output_hidden_states": bool(hidden_states), ASKED: routers,
             COUNT: count, "dtype": self.model.dtype, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,

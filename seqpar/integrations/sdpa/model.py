@@ -150,7 +150,9 @@ class _Forward:
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
-        with gathering(f"sdpa: what {type(model).__name__} runs", self.comm) as told:
+        what = f"sdpa: what {type(model).__name__} runs"
+        gather = partial(self.comm.gather, what, facts={"grad enabled": torch.is_grad_enabled()})
+        with gathering(what, self.comm, gather) as told:
             with suppress(ValueError):  # of a scripted forward, which has no signature
                 inspect.signature(forward).bind(*args, **kwargs)
             told.own = own = code_among(self.comm.size, model.modules())
