@@ -27,7 +27,7 @@ class Forward(NamedTuple):
     """State of a forward pass besides the plan. make: returns the plan for a layer's rule.
 
     blocked: the same for a rule with blocks and the number of each row's block; None where blocks are not served.
-    note: before rows are shared, returns what stands for the mask of a mask function, a padding mask and a config; text:
+    note: before rows are shared, returns what stands for a mask, of its function, the padding mask and a config; text:
     the config of the model whose masks these are.
     """
 
