@@ -72,7 +72,7 @@ ORDER = {
         counts report plot travel_counts travel travel_report travel_plot plan __init__
     """,
     "dsp": """
-        form space costs search plan spec specs moves grid overlap checks trial runner stages agreed apply __init__
+        form space costs search plan spec specs moves grid checks trial runner stages agreed apply __init__
     """,
     "planner": """
         config presets shape hardware memory groups place nested count carried cost lines scale bound forecast problem

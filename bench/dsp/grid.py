@@ -165,7 +165,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def short(layouts: str) -> str:
-    """A plan in short: sharded dimensions, modes that are not local, and numbers of parts."""
+    """A plan in short: sharded dimensions, and modes that are not local."""
     return layouts.replace(":local", "")
 
 

@@ -132,11 +132,10 @@ class Ready:
         return plan
 
     def layouts(self) -> str:
-        """The sharding, mode and number of parts of each stage."""
+        """The sharding and mode of each stage."""
         costs = self.plan.costs
         grid = [f"{costs.groups}x{costs.core}, {costs.held} held:"] if costs.core > 1 else []
-        parts = ("" if c.parts == 1 else f"/{c.parts}" for c in self.plan.choices)
-        ways = (f"{c.sharding or 'whole'}:{c.mode}{n}" for c, n in zip(self.plan.choices, parts, strict=True))
+        ways = (f"{c.sharding or 'whole'}:{c.mode}" for c in self.plan.choices)
         return " ".join([*grid, *ways])
 
 

@@ -41,7 +41,7 @@ def figures(comm: Comm, repeat: int) -> dict[str, float]:
         found |= {"linear": linear(found, repeat)} | ring(comm.size, found, repeat) | called(comm.size, repeat)
         for name in ("forward", "backward", "linear"):
             found[name] /= shared
-        for name in ("step", "call", "verb", "cold"):
+        for name in ("step", "verb", "cold"):
             found[name] *= shared
         return found | wire(comm, repeat) | {"hidden": hidden(comm, repeat)}
 
@@ -121,9 +121,9 @@ def ring(ranks: int, found: Mapping[str, float], repeat: int) -> dict[str, float
 
 
 def called(ranks: int, repeat: int) -> dict[str, float]:
-    """Seconds of one switch verb, one way; and of one more call of a block with its switches.
+    """Seconds of one switch verb, one way.
 
-    cold: measure the verb after other work, as in a model, and not right after another verb, as between parts.
+    cold: measure the verb after other work, as in a model, and not right after another verb.
     """
     tape = Tape(0, ranks)
     space = Space({"t": ranks, "s": ranks}, tape)
@@ -134,15 +134,7 @@ def called(ranks: int, repeat: int) -> dict[str, float]:
         torch.autograd.grad(y.sum(), x)
 
     model = Ready(LocalComm(), Clip("a little", 4, 16, 16))
-    block = model.model.transformer_blocks[0]
-    rows, text, timestep = (torch.randn(1, n, WIDTH, requires_grad=True) for n in (2, 1, 6))
-
-    def blocked() -> None:
-        out = block(rows, encoder_hidden_states=text, timestep=timestep.flatten(1))
-        torch.autograd.grad(out.sum(), (rows, *block.parameters()), allow_unused=True)
-
-    verb, cold = cpu(switched, 4 * repeat) / 2, cpu(switched, 2 * repeat, model.step) / 2
-    return {"verb": verb, "cold": cold, "call": cpu(blocked, 4 * repeat) + 4 * verb}
+    return {"verb": cpu(switched, 4 * repeat) / 2, "cold": cpu(switched, 2 * repeat, model.step) / 2}
 
 
 def wire(comm: Comm, repeat: int) -> dict[str, float]:
@@ -203,7 +195,7 @@ def machine(ranks: int, comm: str, repeat: int) -> Machine:
     switch = replace(link, latency=link.latency + middle["cold"])
     hardware = Hardware(
         comm, "measured by bench/dsp/step.py", attention, middle["linear"], switch, switch, memory=1 << 34, node=ranks,
-        hidden=middle["hidden"], call=middle["call"],
+        hidden=middle["hidden"],
     )  # fmt: skip
     return Machine(hardware, link)
 

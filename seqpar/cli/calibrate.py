@@ -138,7 +138,6 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
         inside=replace(fits["inside"].value, channels=p2p_channels(ranks) if device.type == "cuda" else None),
         across=fits.get("across", fits["inside"]).value,
         hidden=min(beside),
-        call=measure.call(device),
         kernel=about["kernel"],
         **_size(device),
     )

@@ -302,23 +302,6 @@ def interleaved(
     return found
 
 
-def call(device: torch.device, turns: int = 30) -> float:
-    """Seconds of overhead of one more call of a block, forward and backward: a layer on a few tiny tokens.
-
-    On CUDA: the time that the host takes to issue it.
-    """
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device=device)
-    x = torch.randn(1, 4, 64, device=device, requires_grad=True)
-    now, took = time.perf_counter if device.type == "cuda" else time.thread_time, []
-    for _ in range(turns + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        stop = _clock(now)
-        layer(x).sum().backward()
-        took.append(stop())
-    return statistics.median(took[3:])
-
-
 def hidden(comm: Comm, size: int, turns: int, cuda: bool) -> float:
     """On each process: the fraction of a hop of `size` bytes hidden behind equally long matrix products."""
     link, device = _comms(comm, cuda)["inside"], torch.device("cuda", comm.rank) if cuda else CPU

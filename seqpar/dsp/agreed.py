@@ -138,8 +138,8 @@ class ForwardChecks:
                 check_results(state.model, out, state.ends, state.shards, self.grad, new)
             if state.uneven:
                 raise NotImplementedError(
-                    f"{state.uneven[:4]} change in a forward, which each rank must make once: plan these stages in one "
-                    "part (parts=(1,)) and with rows for all ranks, or change them outside of stages"
+                    f"{state.uneven[:4]} change in a forward, which each rank must make once: plan these stages "
+                    "with rows for all ranks, or change them outside of stages"
                 )
             values = {name: hashed(x) for name, x in state.changed.items() if self.values}
             call.facts = {"buffers that stages changed": values}

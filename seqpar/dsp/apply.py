@@ -185,14 +185,14 @@ class Parallelized(ParallelModel):
         if not run.first or backward_pass() >= 0:
             return self._ended(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state, changed = self._current(name), dict[str, Tensor]()
-        due, written = self._to_try(state, name, block, run.grid, run.inside, run.parts), list[str]()
+        due, written = self._to_try(state, name, block, run.grid, run.inside), list[str]()
         run = run._replace(mixing=due, written=written, shares=state.shards)
         state.inside = name
         with noting_changes(module, name, changed):
             out = self._ended(run_stage(module, block, forward, run, arguments, self.grad), run.last)
         state.inside = ""
         state.changed |= changed
-        state.uneven += changed if run.parts > 1 or some_rank_skips(block, run) else []
+        state.uneven += changed if some_rank_skips(block, run) else []
         state.mixed += [(name, dim, how) for dim, how in due.items() if how]
         state.written += [(name, argument) for argument in written]
         if run.last or run.after != (None, None):
@@ -228,14 +228,12 @@ class Parallelized(ParallelModel):
             'grad="sum", and divide by the number of ranks what a loss takes from its output'
         )
 
-    def _to_try(
-        self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding, parts: int = 1
-    ) -> dict[str, str]:  # fmt: skip
+    def _to_try(self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding) -> dict[str, str]:
         """The dimensions of a stage that no forward has tried on as many rows, each with ""."""
         if in_graph():  # selective recomputation would take a second call's results for the first one's
             return {}
         tried = getattr(state.model, SEEN).tried
-        keys = {(name, dim, state.kind): rows for dim, rows in to_try(block, grid, inside, parts).items()}
+        keys = {(name, dim, state.kind): rows for dim, rows in to_try(block, grid, inside).items()}
         due = {key: rows for key, rows in keys.items() if tried.get(key, 0) < min(rows, ENOUGH)}
         state.tried |= due
         return {dim: "" for _, dim, _ in due}
@@ -351,16 +349,13 @@ class Parallelized(ParallelModel):
                 plan = self.make_plan(stages, space.dims, space.comm.size, end=end, training=training)
                 if not isinstance(plan, StagePlan):
                     raise TypeError(f"dsp: plan= gave {plan!r:.200}, expected a StagePlan of the stages that it got")
-                afters = plan.afters if self.spec.exit else [*plan.afters[:-1], None]  # the last output is the end
-                for stage, choice, after in zip(stages, plan.choices, afters, strict=True):
-                    if stage.name in state.cached and (choice.parts != 1 or choice.mode in ("ulysses", "ring")):
+                for stage, choice in zip(stages, plan.choices, strict=True):
+                    if stage.name in state.cached and choice.mode in ("ulysses", "ring"):
                         raise NotImplementedError(
                             f"{stage.name} has a cache of diffusers, which keeps the output of one call for all rows "
-                            f"of a rank, and the plan runs it in {choice.parts} parts by {choice.mode}; plan it in "
-                            "one part without sharing attention, or call the model's disable_cache()"
+                            f"of a rank, and the plan runs it by {choice.mode}; plan it without sharing attention, or "
+                            "call the model's disable_cache()"
                         )
-                    if choice.parts != 1:  # also raises for a stage that cannot run in parts
-                        plan.costs.through(stage, 0.0, choice.before, choice.sharding, after, choice.parts)
                 choices = [tuple(choice) for choice in plan.choices]
                 call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             self.plans[shape] = plan
@@ -397,5 +392,5 @@ class _Noted:
 
     def other_than(self, run: StageRun) -> bool:
         """Whether a later run makes it unclear which one backward computes again."""
-        kinds = [(each.grid.whole.key, each.before, each.inside, each.after, each.parts) for each in (self.run, run)]
+        kinds = [(each.grid.whole.key, each.before, each.inside, each.after) for each in (self.run, run)]
         return self.unclear or (kinds[0] != kinds[1] and not self.again)

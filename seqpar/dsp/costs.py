@@ -12,7 +12,6 @@ operations of all ranks together; a rank's part is that of its elements. The slo
     ring      keys and values go round, ranks - 1 exchanges, hidden behind attention as far as the hardware can; the
               kernel's cost of fetched rows and of steps is added
     copies    sharding None: every rank does all the work
-    parts     a stage that moves its tensors on both sides computes one part while others move
 
 On a grid (`seqpar.dsp.grid`), groups of `core` neighbouring ranks hold shares of one dimension throughout; a sharding
 is the dimension that the ranks across groups shard and move among themselves as above. A stage that mixes the held
@@ -24,14 +23,14 @@ Training repeats everything in backward: exchanges once (a ring twice), linear w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqpar.dsp.space import Sharding, largest_part, shares
+from seqpar.dsp.space import Sharding, shares
 from seqpar.planner import Hardware
 from seqpar.planner.hardware import BACKWARD
 
@@ -47,8 +46,7 @@ class Stage:
     bytes kept for backward. heads, kv_heads: attention over `whole` that ranks can share by heads, and if `ring` also
     in a ring; 0 if they cannot. filled: every rank needs a share. qkv: bytes of its queries, and of its keys and values
     together. rest: shardings that the code before the stage allows; None if there is no such code, so any will do.
-    rest_filled: of these, only shardings in which every rank has a share; also at the end, after the last stage. apart:
-    dimensions along which the stage can run in parts, since none of its rows looks at others along them.
+    rest_filled: of these, only shardings in which every rank has a share; also at the end, after the last stage.
 
     Raises: ValueError for a figure below 0, heads without key heads, or an empty rest.
     """
@@ -64,7 +62,6 @@ class Stage:
     qkv: tuple[float, float] = (0.0, 0.0)
     ring: bool = True
     filled: bool = False
-    apart: frozenset[str] = frozenset()
     rest: frozenset[Sharding] | None = None
     rest_filled: bool = False
 
@@ -72,7 +69,6 @@ class Stage:
         """Accept any collection as a set, and check the figures."""
         object.__setattr__(self, "whole", frozenset([self.whole] if isinstance(self.whole, str) else self.whole))
         object.__setattr__(self, "qkv", tuple(self.qkv))
-        object.__setattr__(self, "apart", frozenset([self.apart] if isinstance(self.apart, str) else self.apart))
         if self.rest is not None:
             object.__setattr__(self, "rest", frozenset(self.rest))
         figures = (self.bytes, self.flops, self.attention, self.memory, self.heads, self.kv_heads, *self.qkv)
@@ -83,12 +79,11 @@ class Stage:
 
 
 class StageChoice(NamedTuple):
-    """How one stage runs: the sharding before it (in its rest) and inside, the mode, and the number of parts."""
+    """How one stage runs: the sharding before it (in its rest) and inside, and the mode."""
 
     before: Sharding
     sharding: Sharding
     mode: str
-    parts: int = 1
 
 
 class MoveCost(NamedTuple):
@@ -266,71 +261,13 @@ class Costs:
         pairs = [[self.moves[src, dst] for dst in self.shardings] for src in self.shardings]
         return MoveCost(*np.array(pairs).transpose(2, 0, 1))
 
-    def through(
-        self, stage: Stage, inside: float, before: Sharding, sharding: Sharding, after: Sharding, parts: int
-    ) -> float:
-        """Seconds of a stage that takes ``inside`` seconds itself, with its moves in and out.
-
-        Raises: ValueError for a number of parts in which it cannot run.
-        """
-        into, out = self.moves[before, sharding], self.moves[sharding, after]
-        if parts == 1:
-            return into.seconds(stage.bytes) + inside + out.seconds(stage.bytes)
-        if type(parts) is not int or parts < 1 or not self.parted(stage, before, sharding, after):
-            raise ValueError(
-                f"stage {stage.name} cannot run in {parts} parts from {before!r} by {sharding!r} to {after!r}: "
-                f"parts are of a dimension in apart, {sorted(stage.apart)}, and whole before and after"
-            )
-        assert sharding is not None
-        return float(self._overlapped(stage.bytes, into, inside, out, parts, self._largest_part(sharding, parts)))
-
-    def through_all(self, stage: Stage, inside: np.ndarray, parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """As `through`, for all shardings before, inside and after, with the best number of parts: (seconds, parts).
+    def through(self, stage: Stage, inside: np.ndarray) -> np.ndarray:
+        """Seconds of a stage with its moves, by shardings before, inside and after.
 
         inside: seconds by sharding, infinite where the stage cannot run.
         """
-        shardings, moves, size = self.shardings, self.table, stage.bytes
-        into, out = MoveCost(*(x[:, :, None] for x in moves)), MoveCost(*(x[None] for x in moves))
-        inside = inside[None, :, None]
-        seconds = into.seconds(size) + inside + out.seconds(size)
-        chosen = np.ones(seconds.shape, dtype=int)
-        apart = np.array([dim in stage.apart and dim != self.held for dim in shardings])
-        if apart.any():
-            moved = ~np.eye(len(shardings), dtype=bool)
-            sharded = np.array([dim is not None for dim in shardings])
-            possible = apart[None, :, None] & moved[:, :, None] & (moved & sharded)[None]
-            for count in parts:
-                if count > 1:
-                    part = np.array([self._largest_part(dim, count) if dim is not None else 1.0 for dim in shardings])
-                    took = self._overlapped(size, into, inside, out, count, part[None, :, None])
-                    better = possible & (took < seconds)
-                    seconds[better], chosen[better] = took[better], count
-        return seconds, chosen
-
-    def parted(self, stage: Stage, before: Sharding, sharding: Sharding, after: Sharding) -> bool:
-        """Whether a stage can run in parts: slices of a dimension that is whole before and after it."""
-        return (
-            sharding in stage.apart and sharding != self.held and sharding not in (before, after) and after is not None
-        )
-
-    def _largest_part(self, sharding: str, parts: int) -> float:
-        return largest_part(self.dims[sharding], self.groups, parts)
-
-    def _overlapped(self, size: float, into: MoveCost, inside: Any, out: MoveCost, parts: int, largest: Any) -> Any:
-        """Seconds of a stage computed in parts while others come in and go out, in order, over one link.
-
-        At best this is the slowest of the three, plus one part of the other two before and after it; moves that the
-        hardware cannot hide come on top. In training everything is repeated in backward, which is two thirds of the
-        work.
-        """
-        extra, hidden = parts - 1, self.hardware.hidden
-        comes, goes = (move.seconds(size) + extra * move.fixed for move in (into, out))
-        inside, shown = inside + extra * self.hardware.call, (1 - hidden) * (comes + goes)
-        comes, goes = hidden * comes, hidden * goes
-        if not self.training:
-            return shown + _pipeline(comes, inside, goes, largest)
-        there = _pipeline(comes / 2, inside / 3, goes / 2, largest)
-        return shown + there + _pipeline(goes / 2, 2 * inside / 3, comes / 2, largest)
+        moved = self.table.seconds(stage.bytes)
+        return moved[:, :, None] + inside[None, :, None] + moved[None]  # type: ignore[no-any-return]
 
     def memory(self, stage: Stage, sharding: Sharding) -> float:
         """Bytes that the fullest rank keeps for backward."""
@@ -349,15 +286,6 @@ class Costs:
         """Seconds of this many pairs per row, at the stage's own cost per pair."""
         rates, per_pair = self.hardware.attention, stage.attention / math.prod(self.dims[dim] for dim in stage.whole)
         return pairs * per_pair * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
-
-
-def _pipeline(into: Any, inside: Any, out: Any, part: Any) -> Any:
-    """Seconds of parts in a pipeline of three stations.
-
-    part: the largest part as a fraction. Moves out wait for all moves in, since both use one link.
-    """
-    first = np.maximum(part * into + inside + part * out, part * (into + inside) + out)
-    return np.maximum(first, np.maximum(into + part * (inside + out), into + out))
 
 
 def _busiest(a: np.ndarray, b: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from copy import copy
 from functools import lru_cache
-from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -43,11 +41,8 @@ def grid(comm: Comm, *, core: int) -> tuple[Comm, Comm]:
 class Grid:
     """The spaces of one forward: `inner` for groups, which hold shares of `held`; `outer` for the ranks across groups.
 
-    With held None there are no groups, and outer is the space of all ranks. cut: (dimension, first element, full space)
-    if this grid covers part of one dimension.
+    With held None there are no groups, and outer is the space of all ranks.
     """
-
-    cut: tuple[str, int, Space] | None = None
 
     def __init__(self, space: Space, core: int = 1, held: Sharding = None) -> None:
         self.whole, self.held, self.outer = space, held, space
@@ -62,34 +57,12 @@ class Grid:
 
         Raises: ValueError for a tensor that does not fit its form in src.
         """
-        if self.inner is None:
-            return move(xs, self.outer, forms, src[0], dst[0])
-        ys = move(self.enter(xs, forms, src), self.outer, forms, src[0], dst[0])
-        return self.leave(ys, forms, dst)
-
-    def enter(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition) -> Sequence[Tensor]:
-        """The tensors, split over their groups if they were not."""
-        if self.inner is None or self.held is None or src[1] is not None:
-            return xs
-        return [split(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
-
-    def leave(self, xs: list[Tensor], forms: Sequence[str], dst: GridPosition) -> list[Tensor]:
-        """The tensors, gathered over their groups if dst does not hold shares."""
-        if self.inner is None or self.held is None or dst[1] is not None:
-            return xs
-        return [gather(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
-
-    def parts(self, dim: str, sizes: Sequence[int]) -> list[Grid]:
-        """Grids of consecutive parts of a dimension that the groups do not hold."""
-        grids = []
-        for start, size in zip(accumulate(sizes, initial=0), sizes):
-            part = copy(self)
-            part.cut = dim, start, self.whole
-            part.whole, part.outer = (Space(s.dims | {dim: size}, s.comm) for s in (self.whole, self.outer))
-            if self.inner is not None:
-                part.inner = Space(self.inner.dims | {dim: size}, self.inner.comm)
-            grids.append(part)
-        return grids
+        if self.inner is not None and self.held is not None and src[1] is None:
+            xs = [split(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
+        xs = move(xs, self.outer, forms, src[0], dst[0])
+        if self.inner is not None and self.held is not None and dst[1] is None:
+            xs = [gather(x, self.inner, form, self.held) for x, form in zip(xs, forms, strict=True)]
+        return xs
 
     def end(self, xs: Sequence[Tensor], forms: Sequence[str], src: GridPosition, grad: str) -> list[Tensor]:
         """The whole tensors at the end. grad: how their gradients count."""
@@ -105,10 +78,6 @@ class Grid:
 
     def share_of(self, x: Tensor, form: str, inside: Sharding, what: str) -> Tensor:
         """This rank's share of a tensor that every rank has whole. Raises: ValueError if it does not fit the form."""
-        if self.cut is not None and self.cut[0] in form_of(form).names:
-            dim, start, space = self.cut
-            part = space.unfold(x, form, None, what).narrow(form_of(form).index(dim), start, self.whole.dims[dim])
-            x = form_of(form).fold(part)
         if self.inner is not None:
             x = share_of(x, self.inner, form, self.held, what)
         return share_of(x, self.outer, form, inside, what)

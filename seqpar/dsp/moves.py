@@ -114,10 +114,6 @@ class Pending:
         """The switched tensors, in order."""
         return [form.fold(y) for form, y in zip(self._forms, self._switching.wait())]
 
-    def settle(self) -> None:
-        """Wait for the exchange if nothing else did: after an error, when the tensors are not needed any more."""
-        self._switching.settle()
-
 
 def move(
     xs: Sequence[Tensor], space: Space, forms: Sequence[str], src: Sharding, dst: Sharding, *, grad: str = "sum"

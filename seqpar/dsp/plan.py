@@ -5,8 +5,7 @@ tensors from that sharding to the one in which it runs, and on to the sharding o
 
     start -> [stage 0] -> rest -> [stage 1] -> rest -> ... -> end
 
-Seconds add up along the way, so the best way follows from the best ways through fewer stages (`seqpar.dsp.search`). A
-stage that moves its tensors on both sides may run in parts, so that moves overlap with computation.
+Seconds add up along the way, so the best way follows from the best ways through fewer stages (`seqpar.dsp.search`).
 
 The search runs for every grid of ranks: each group size, holding each dimension whose mixing groups can share. A grid
 is skipped if its stages alone, without moves, take longer than the best plan so far.
@@ -24,7 +23,7 @@ import numpy as np
 
 from seqpar.dsp.costs import Costs, Stage, StageChoice
 from seqpar.dsp.search import Search, kinds_of
-from seqpar.dsp.space import Sharding, sizes_of_parts
+from seqpar.dsp.space import Sharding
 from seqpar.facts.drawing import checked_path
 from seqpar.facts.value import integer
 from seqpar.planner import Hardware
@@ -65,13 +64,8 @@ class StagePlan:
 
     @property
     def exchanges(self) -> int:
-        """Exchanges of a forward for changes of sharding: switches, one per part, and gathers."""
-        count = int(self.start not in (None, self.choices[0].before))
-        for (before, sharding, _, parts), after in zip(self.choices, self.afters, strict=True):
-            if parts > 1 and sharding is not None:  # fewer parts if there are fewer elements
-                parts = len(sizes_of_parts(self.costs.dims[sharding], self.costs.groups, parts))
-            count += parts * sum(src is not None and src != dst for src, dst in ((before, sharding), (sharding, after)))
-        return count + self.gathers
+        """Exchanges of a forward for changes of sharding: switches and gathers."""
+        return sum(src is not None for _, src, _, _ in self.moves()) + self.gathers
 
     def bytes(self) -> float:
         """Bytes of a forward's changes of sharding that the busiest rank sends or receives, whichever is more."""
@@ -96,9 +90,8 @@ class StagePlan:
         for stage, choice in zip(self.stages, self.choices, strict=True):
             by = f" by way of {choice.before or unsharded}" if stage.rest is not None else ""
             waste = costs.largest[choice.sharding] * costs.ranks
-            parts = f" in {choice.parts} parts" if choice.parts > 1 else ""
             lines.append(
-                f"  {stage.name}: {choice.sharding or unsharded}{by}, {choice.mode}{parts}; the fullest rank has "
+                f"  {stage.name}: {choice.sharding or unsharded}{by}, {choice.mode}; the fullest rank has "
                 f"{waste:.3g} of the mean"
             )
         return "\n".join([*lines, f"  end: {'whole' if self.gathers else self.end or unsharded}"])
@@ -119,17 +112,14 @@ def plan_stages(
     training: bool = True,
     memory: float | None = None,
     cores: Iterable[int] | None = None,
-    parts: Iterable[int] = (1, 2, 4),
 ) -> StagePlan:
     """The fastest way to run stages in order, by the model in `seqpar.dsp.costs`; for one batch shape.
 
     dims: global sizes of the dimensions that may be sharded. start: the sharding of the input. end: shardings that the
     output may have; None allows any. memory: bytes that a rank can keep for backward, by default the hardware's. cores:
-    group sizes of the grids to try, by default all divisors of the ranks; ``(1,)`` means no grid. parts: numbers of
-    parts to try for a stage that moves its tensors on both sides; ``(1,)`` means one exchange per switch.
+    group sizes of the grids to try, by default all divisors of the ranks; ``(1,)`` means no grid.
 
-    Raises: ValueError for unknown dimensions, parts that are not positive integers, stages that no sharding serves, or
-    a memory limit that no way meets.
+    Raises: ValueError for unknown dimensions, stages that no sharding serves, or a memory limit that no way meets.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
     costs = Costs(_sizes(dims), integer("plan_stages: ranks", ranks, 1), hardware, training)
@@ -141,11 +131,7 @@ def plan_stages(
     if memory is None and training:
         limit = float(hardware.memory - hardware.reserve)
     kinds = kinds_of(stages)
-    tried = list(parts) if isinstance(parts, Iterable) else []
-    if not tried or any(type(n) is not int or n < 1 for n in tried):
-        raise ValueError(f"parts must be integers of at least 1, such as (1, 2, 4), got {parts!r}")
-    tried = sorted(set(tried))
-    grids = [Search(stages, grid, start, kinds=kinds, parts=tried) for grid in _grids(stages, costs, start, cores)]
+    grids = [Search(stages, grid, start, kinds=kinds) for grid in _grids(stages, costs, start, cores)]
     best: StagePlan | None = None
     # without a grid first, then the most promising grids
     for search in grids[:1] + sorted(grids[1:], key=lambda search: search.unmoved):
@@ -214,7 +200,7 @@ def _check(stages: Sequence[Stage], costs: Costs, start: Sharding) -> None:
         raise ValueError("plan_stages: expected at least one stage, got none")
     known = set(costs.shardings)
     for stage in stages:
-        if unknown := (stage.whole | stage.apart | (stage.rest or set())) - known:
+        if unknown := (stage.whole | (stage.rest or set())) - known:
             raise ValueError(
                 f"stage {stage.name} names {sorted(map(str, unknown))}, the dims are {dict(costs.dims)}; add their "
                 "sizes to dims, or leave them out of the stage"
@@ -274,7 +260,8 @@ def _plot(plan: StagePlan, path: str | Path) -> None:
     colours = {dim: COLOURS[n % len(COLOURS)] for n, dim in enumerate(costs.dims)} | {None: WHOLE}
     for n, (stage, choice, after) in enumerate(zip(plan.stages, plan.choices, plan.afters, strict=True)):
         inside = costs.modes(stage, choice.sharding)[choice.mode]
-        shown = costs.through(stage, inside, choice.before, choice.sharding, after, choice.parts) - inside
+        ways = (choice.before, choice.sharding), (choice.sharding, after)
+        shown = sum(costs.moves[way].seconds(stage.bytes) for way in ways)
         axis.bar(n, inside * 1e3, color=colours[choice.sharding], hatch="" if choice.mode == "local" else "//")
         axis.bar(n, shown * 1e3, bottom=inside * 1e3, color=MOVES)
     names = [stage.name for stage in plan.stages]
@@ -284,6 +271,6 @@ def _plot(plan: StagePlan, path: str | Path) -> None:
     axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axis.set(ylabel="milliseconds", title=plan.describe().splitlines()[0].split(": ")[0])
     keys = [Patch(color=colour, label=f"{dim or 'nothing'} sharded") for dim, colour in colours.items()]
-    axis.legend(handles=[*keys, Patch(color=MOVES, label="exposed changes of sharding")], fontsize=8, ncols=3)
+    axis.legend(handles=[*keys, Patch(color=MOVES, label="changes of sharding")], fontsize=8, ncols=3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -18,7 +18,6 @@ from seqpar.dsp.checks import SHARE, NoDraws, collective_modules
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid, GridPosition, attention_plan
 from seqpar.dsp.moves import switch, switch_all
-from seqpar.dsp.overlap import in_parts
 from seqpar.dsp.plan import StagePlan
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Core, Exit
@@ -26,7 +25,6 @@ from seqpar.dsp.trial import Trial
 from seqpar.foreign.wrap import replaced
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import version_of
-from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import run_again_inside, under_way
 from seqpar.parallel import surround
 
@@ -46,7 +44,6 @@ class StageRun(NamedTuple):
     last: bool  # the output is whole and ends the forward
     first: bool  # the first forward of this shape
     seed: int  # of the forward; layers derive theirs from it
-    parts: int  # number of parts, computed one after another
     mixing: dict[str, str] | None = None  # dimensions to try -> how rows depend on each other, contrary to the spec
     written: list[str] | None = None  # arguments besides the stream that the stage writes to, in a first forward
     shares: list[Any] | None = None  # autograd's nodes of shares of rows, in a first forward
@@ -138,7 +135,6 @@ class ForwardState:
             last=self.ended,
             first=self.first,
             seed=self.seed,
-            parts=choice.parts,
         )
 
 
@@ -170,17 +166,9 @@ def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, argu
     _check_arguments(run.name, block, arguments)
     grid, xs = run.grid, [arguments[name] for name in names]
     inside = run.inside, grid.held
-
-    def compute(part: Grid, streams: list[Tensor]) -> list[Tensor]:
-        return _compute(module, block, forward, run._replace(grid=part), arguments | dict(zip(names, streams)))
-
-    # under selective recomputation, calls return their results at once, so nothing can be under way
-    if run.parts > 1 and not in_graph(*xs):
-        assert run.inside is not None
-        ys = in_parts(run.name, xs, forms, grid, run.before, run.inside, run.after, run.parts, compute)
-    else:
-        ys = compute(grid, grid.move(xs, forms, run.before, inside))
-        ys = grid.end(ys, forms, inside, grad) if run.last else grid.move(ys, forms, inside, run.after)
+    streams = dict(zip(names, grid.move(xs, forms, run.before, inside)))
+    ys = _compute(module, block, forward, run, arguments | streams)
+    ys = grid.end(ys, forms, inside, grad) if run.last else grid.move(ys, forms, inside, run.after)
     return ys[0] if len(ys) == 1 else tuple(ys)
 
 

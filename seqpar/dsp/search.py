@@ -34,15 +34,15 @@ class Route(NamedTuple):
 class Search:
     """Ways through stages from a sharding, on one grid.
 
-    modes, shardings, parts: the allowed ones. kinds: a number per stage, equal for stages of equal cost.
+    modes, shardings: the allowed ones. kinds: a number per stage, equal for stages of equal cost.
     """
 
     def __init__(
         self, stages: Sequence[Stage], costs: Costs, start: Sharding, *, modes: Sequence[str] = MODES,
-        shardings: Sequence[Sharding] | None = None, parts: Sequence[int] = (1,), kinds: Sequence[int] | None = None,
+        shardings: Sequence[Sharding] | None = None, kinds: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.costs, self.start = tuple(stages), costs, start
-        self.modes, self.parts = modes, parts
+        self.modes = modes
         self.shardings = costs.shardings if shardings is None else shardings
         self.kinds = kinds_of(stages) if kinds is None else kinds
         self._ways: dict[int, _StageWays] = {}
@@ -51,7 +51,7 @@ class Search:
         """The ways through stage number ``n``."""
         kind = self.kinds[n]
         if kind not in self._ways:
-            self._ways[kind] = _StageWays(self.stages[n], self.costs, self.modes, self.shardings, self.parts)
+            self._ways[kind] = _StageWays(self.stages[n], self.costs, self.modes, self.shardings)
         return self._ways[kind]
 
     @cached_property
@@ -110,7 +110,7 @@ class Search:
         choices, memory = [], 0.0
         for ways, before, after in whole.steps(int(first), int(last)):
             n = int(ways.sharding[before, after])
-            choices.append(ways.choice(before, n, after))
+            choices.append(ways.choice(before, n))
             memory += ways.kept[n]
         return Route(seconds, memory, tuple(choices), self.costs.shardings[last])
 
@@ -122,11 +122,11 @@ class Search:
         for ways, befores, afters in self._steps(ends):
             arrived: dict[Sharding, list[_Way]] = {}
             for before, after in ((b, a) for b in befores for a in afters):
-                for n, seconds in enumerate(ways.through[0][at[before], :, at[after]].tolist()):
+                for n, seconds in enumerate(ways.through[at[before], :, at[after]].tolist()):
                     for way in fronts.get(before, ()):
                         memory = way[1] + ways.kept[n]
                         if seconds < math.inf and memory <= limit:
-                            choice = ways.choice(at[before], n, at[after])
+                            choice = ways.choice(at[before], n)
                             arrived.setdefault(after, []).append((way[0] + seconds, memory, choice, way))
             fronts = {after: _front(several) for after, several in arrived.items()}
         done = [(way, end) for end, several in fronts.items() for way in several]
@@ -156,10 +156,8 @@ def _front(ways: list[_Way]) -> list[_Way]:
 class _StageWays:
     """The ways through a stage, by numbers of the shardings before, inside and after it."""
 
-    def __init__(
-        self, stage: Stage, costs: Costs, modes: Sequence[str], shardings: Sequence[Sharding], parts: Sequence[int]
-    ) -> None:
-        self.stage, self.costs, self.shardings, self._counts = stage, costs, costs.shardings, parts
+    def __init__(self, stage: Stage, costs: Costs, modes: Sequence[str], shardings: Sequence[Sharding]) -> None:
+        self.stage, self.costs, self.shardings = stage, costs, costs.shardings
         options = [
             {mode: took for mode, took in costs.modes(stage, at).items() if mode in modes and at in shardings}
             for at in self.shardings
@@ -169,24 +167,23 @@ class _StageWays:
         self.kept = [costs.memory(stage, at) for at in self.shardings]
 
     @cached_property
-    def through(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds with all moves, and numbers of parts, by shardings before, inside and after."""
-        return self.costs.through_all(self.stage, np.array(self.inside), self._counts)
+    def through(self) -> np.ndarray:
+        """Seconds with all moves, by shardings before, inside and after."""
+        return self.costs.through(self.stage, np.array(self.inside))
 
     @cached_property
     def sharding(self) -> np.ndarray:
         """The best sharding inside, by shardings before and after."""
-        return self.through[0].argmin(1)  # type: ignore[no-any-return]
+        return self.through.argmin(1)  # type: ignore[no-any-return]
 
     @cached_property
     def fastest(self) -> np.ndarray:
         """Seconds with the best sharding inside, by shardings before and after."""
-        return self.through[0].min(1)  # type: ignore[no-any-return]
+        return self.through.min(1)  # type: ignore[no-any-return]
 
-    def choice(self, before: int, inside: int, after: int) -> StageChoice:
+    def choice(self, before: int, inside: int) -> StageChoice:
         """The choice for these numbers of shardings."""
-        parts = int(self.through[1][before, inside, after])
-        return StageChoice(self.shardings[before], self.shardings[inside], self.modes[inside], parts)
+        return StageChoice(self.shardings[before], self.shardings[inside], self.modes[inside])
 
 
 class _Stretch:

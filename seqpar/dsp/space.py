@@ -22,24 +22,6 @@ def shares(size: int, ranks: int) -> list[int]:
     return [stop - start for start, stop in zip(edges, edges[1:])]
 
 
-def sizes_of_parts(size: int, ranks: int, parts: int) -> list[int]:
-    """How many elements of a dimension each of at most `parts` parts has, all ranks together.
-
-    All parts but the last are equal on every rank, so that the fullest rank has no more in all parts than in one.
-    """
-    rows = -(-size // ranks)  # elements of the fullest rank
-    parts = min(parts, rows)
-    edges = [min(size, ranks * (rows * n // parts)) for n in range(parts + 1)]
-    return [stop - start for start, stop in zip(edges, edges[1:])]
-
-
-@lru_cache(maxsize=1024)
-def largest_part(size: int, ranks: int, parts: int) -> float:
-    """The fullest rank's largest part, as a fraction of its share."""
-    rows = [-(-part // ranks) for part in sizes_of_parts(size, ranks, parts)]
-    return max(rows) / sum(rows)
-
-
 class Space:
     """Global sizes of named dimensions, and the comm over which one of them is sharded. A value, made per forward.
 

@@ -6,7 +6,6 @@ from math import prod
 
 from torch import nn
 
-from seqpar.dsp.checks import collective_modules
 from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
 from seqpar.dsp.space import Space
@@ -24,8 +23,7 @@ def stage_of(
     matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
     mixed = prod(space.dims[dim] for dim in block.whole)
     heads, kv_heads = (block.core.count(module),) * 2 if block.core else (block.heads, block.kv_heads)
-    # a cache keeps the output of one call: another part of the rows would get it, and no call of attention be left
-    # whose heads could be shared
+    # a cache keeps the output of one call, which leaves no call of attention whose heads could be shared
     if cached:
         heads = kv_heads = 0
     return Stage(
@@ -33,21 +31,9 @@ def stage_of(
         attention=4.0 * tokens * mixed * width if block.whole else 0.0, heads=heads, kv_heads=kv_heads,
         qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=block.attention and not cached,
         filled=bool(block.core and block.core.sdpa),
-        # an inner module that gathers its weights would do so for each part, and some ranks skip parts
-        apart=frozenset() if cached or collective_modules(module) else _apart(block) & space.dims.keys(),
         # foreign code may not work on zero rows
         rest=None if block.rest is None else frozenset(block.rest), rest_filled=True,
     )  # fmt: skip
-
-
-def _apart(block: Block) -> frozenset[str]:
-    """Dimensions along which a block can run in parts, since none of its rows looks at others along them.
-
-    Attention under a plan draws dropout by a row's place in all dimensions, so it needs them whole.
-    """
-    forms = [set(form_of(form).names) for form in block.stream.values()]
-    gathered = {dim for _, dims in block.gathers.values() for dim in dims}
-    return frozenset() if block.attention else frozenset(set.intersection(*forms) - set(block.whole) - gathered)
 
 
 def tokens_of(block: Block, space: Space) -> int:

@@ -34,7 +34,7 @@ from seqpar.comm import PeerError
 from seqpar.dsp.checks import collective_modules
 from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
-from seqpar.dsp.space import Sharding, shares, sizes_of_parts
+from seqpar.dsp.space import Sharding
 from seqpar.dsp.spec import Block
 from seqpar.foreign.asleep import asleep, awake, is_plain
 from seqpar.foreign.rounding import ROUGH, is_rough
@@ -52,18 +52,13 @@ Arguments = dict[str, Any]
 CallStage = Callable[[Arguments], Sequence[Tensor]]
 
 
-def to_try(block: Block, grid: Grid, inside: Sharding, parts: int = 1) -> dict[str, int]:
-    """The sharded dimensions along which a stage must treat rows one by one, and the rows of the rank that has most.
-
-    parts: the parts in which the stage is computed, along `inside`.
-    """
+def to_try(block: Block, grid: Grid, inside: Sharding) -> dict[str, int]:
+    """The sharded dimensions along which a stage must treat rows one by one, and the rows of the rank that has most."""
     read = {*block.whole, *(dim for _, dims in block.gathers.values() for dim in dims)}
     most = dict[str, int]()
     for dim, space in ((inside, grid.outer), (grid.held, grid.inner)):
         if dim is not None and space is not None and dim not in read:
-            size, ranks = space.dims[dim], space.comm.size
-            cut = sizes_of_parts(size, ranks, parts) if dim == inside and parts > 1 else [size]
-            rows = max(max(shares(part, ranks)) for part in cut)
+            rows = max(space.shares(dim))
             most[dim] = min(rows, most.get(dim, rows))
     # of a single row others show something only where a rank may take more of them
     least = 2 if block.attention or block.gathers or block.core else 1

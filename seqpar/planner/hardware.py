@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 
 SCHEMA = 1
 HIDDEN = 0.5  # as measured by bench/cpu/timeline.py
-CALL = 1.5e-3  # a block of diffusers' Latte on one core of an AMD EPYC: 1.6 to 1.8 ms in bench/results/dsp.json
 COUNT = (1 << 62) - 1  # at most, for bytes of memory and ranks of a node
 _RATE, _SECONDS, _PAIRS = (1.0, 1e30), (0.0, 1e6), (0.0, 1e12)
 # Limits of figures: wide enough for any machine, and narrow enough to compute with.
 RANGES = {
     "rate": _RATE, "backward_rate": _RATE, "linear_rate": _RATE, "bandwidth": _RATE, "latency": _SECONDS,
-    "piece": _SECONDS, "stage": _SECONDS, "call": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
+    "piece": _SECONDS, "stage": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
     "hidden": (0.0, 1.0), "hop": _RATE,
 }  # fmt: skip
 BACKWARD = 2.5  # forwards per backward of attention: five products instead of two
@@ -115,8 +114,7 @@ class Hardware:
     measured, in words; both "" if unknown. linear_rate: achieved operations per second of linear layers, including
     everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations and
     fetched keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1, that
-    overlaps with available computation. call: seconds of overhead of one more call of a model's block, forward and
-    backward: the time to issue its kernels.
+    overlaps with available computation.
 
     Raises ValueError unless sizes are integers and figures within `RANGES`.
     """
@@ -131,13 +129,12 @@ class Hardware:
     node: int = 8
     reserve: int = 0
     hidden: float = HIDDEN
-    call: float = CALL
     kernel: str = ""
     assumed: str = ""
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _check(self, "linear_rate", "hidden", "call")
+        _check(self, "linear_rate", "hidden")
         for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= COUNT:
@@ -199,7 +196,8 @@ class Hardware:
             raise ValueError(
                 f"hardware must be a mapping of schema {SCHEMA}, got {got!r:.60}; measure it: seqpar calibrate"
             )
-        entries = {key: value for key, value in data.items() if key != "schema"}
+        # files of seqpar calibrate had "call" once
+        entries = {key: value for key, value in data.items() if key not in ("schema", "call")}
         parts: dict[str, type[Attention] | type[Link]] = {"attention": Attention, "inside": Link, "across": Link}
         _check_keys(cls, entries, "hardware")
         for key, part in parts.items():
@@ -243,7 +241,7 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
         raise ValueError(f"{what} must be a mapping, got {data!r}")
     known = {field.name: field for field in fields(cls)}
     unknown = sorted(set(data) - set(known))
-    optional = {"node", "reserve", "hidden", "call", "kernel", "assumed", "hop", "channels"}
+    optional = {"node", "reserve", "hidden", "kernel", "assumed", "hop", "channels"}
     missing = sorted(set(known) - set(data) - optional)
     if unknown or missing:
         raise ValueError(

@@ -13,8 +13,8 @@ from tests.dsp.models import FREE
 Planner = Callable[..., StagePlan]
 
 
-def at_random(seed: int, core: int = 1, held: str | None = None, parts: tuple[int, ...] = (2, 3, 4, 5)) -> Planner:
-    """A planner that takes any way that can be run, mostly one in which stages can be run in parts."""
+def at_random(seed: int, core: int = 1, held: str | None = None) -> Planner:
+    """A planner that takes any way that can be run, mostly one in which every stage moves its tensors on both sides."""
 
     def planner(stages, dims, ranks, *, end, training):
         rng, costs = random.Random(seed), Costs(dict(dims), ranks, FREE, training, core, held)
@@ -25,7 +25,7 @@ def at_random(seed: int, core: int = 1, held: str | None = None, parts: tuple[in
 
         ways = [[(at, mode) for at in costs.shardings for mode in costs.modes(stage, at)] for stage in stages]
         inside = [
-            taken(each, lambda way, stage=stage: way[0] in stage.apart)
+            taken(each, lambda way, stage=stage: way[0] is not None and way[0] not in stage.whole)
             for stage, each in zip(stages, ways, strict=True)
         ]
         befores = [
@@ -39,24 +39,17 @@ def at_random(seed: int, core: int = 1, held: str | None = None, parts: tuple[in
         for n, each in enumerate([*befores[1:], ends], 1):
             beside = {None, *(layout for layout, _ in inside[n - 1 : n + 1])}
             edges.append(taken(list(each), lambda at, beside=beside: at not in beside))
-        choices = [
-            StageChoice(at, layout, mode, rng.choice(parts) if costs.parted(stage, at, layout, after) else 1)
-            for stage, at, (layout, mode), after in zip(stages, edges, inside, edges[1:], strict=False)
-        ]
+        choices = [StageChoice(at, layout, mode) for at, (layout, mode) in zip(edges, inside, strict=False)]
         return StagePlan(tuple(stages), tuple(choices), costs, None, edges[-1], 0.0, 0.0)
 
     return planner
 
 
-def by_hand(count: int) -> Planner:
+def by_hand(stages, dims, ranks, *, end, training) -> StagePlan:
     """Between stages the batch is sharded, inside what they do not mix."""
-
-    def planner(stages, dims, ranks, *, end, training):
-        inside = ["w" if "h" in stage.whole else "h" for stage in stages]
-        choices = [StageChoice("b" if n else None, layout, "local", count) for n, layout in enumerate(inside)]
-        return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
-
-    return planner
+    inside = ["w" if "h" in stage.whole else "h" for stage in stages]
+    choices = [StageChoice("b" if n else None, layout, "local") for n, layout in enumerate(inside)]
+    return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
 
 
 def by_batch(stages, dims, ranks, *, end, training) -> StagePlan:

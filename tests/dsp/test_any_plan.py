@@ -1,4 +1,4 @@
-"""Whatever a planner chooses, the numbers are those of one process: random layouts, rests, modes and parts."""
+"""Whatever a planner chooses, the numbers are those of one process: random layouts, rests and modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES = [
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name, ranks, core, held", SHAPES)
 @pytest.mark.sampled(7)
-def test_stages_in_parts(name, ranks, core, held, seed) -> None:
+def test_random_plans_and_grids(name, ranks, core, held, seed) -> None:
     planner = at_random(seed, core, held)
     (want,) = run_threads(1, on_a_rank, name, planner)
     compared(run_threads(ranks, on_a_rank, name, planner), want)
@@ -41,8 +41,8 @@ def test_stages_in_parts(name, ranks, core, held, seed) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["pairs", "weather", "core", "verb"])
 @pytest.mark.sampled(7)
-def test_stages_in_one_part(name, seed) -> None:
-    planner = at_random(seed, parts=(1,))
+def test_random_plans_on_more_ranks(name, seed) -> None:
+    planner = at_random(seed)
     (want,) = run_threads(1, on_a_rank, name, planner)
     compared(run_threads(2 + seed % 4, on_a_rank, name, planner), want)
 

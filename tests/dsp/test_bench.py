@@ -16,11 +16,9 @@ import torch
 import seqpar
 from bench.lib.watched import Watched
 from seqpar.comm import Comm, Tag
-from seqpar.dsp import Stage, StagePlan, rivals
-from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import StageChoice
+from seqpar.dsp import rivals
 from seqpar.dsp.space import shares
-from seqpar.planner import Hardware, Link
+from seqpar.planner import Link
 from seqpar.testing import run_threads
 from tests.dsp.models import FREE
 
@@ -117,7 +115,7 @@ def test_a_link_carries_one_exchange_after_another(bench) -> None:
         assert took >= 0.098  # never sooner, however busy the machine is
 
 
-def cell(share: float, ratio: float, layouts: str = "t:local/2 s:local", frames: int = 5) -> dict[str, Any]:
+def cell(share: float, ratio: float, layouts: str = "t:local s:local", frames: int = 5) -> dict[str, Any]:
     figures = {"share": share, "ratio": ratio, "ratio_low": 0.8 * ratio, "ratio_high": 1.2 * ratio, "by_bytes": 1.0}
     same = layouts == "s:ulysses s:local"
     where = {"clip": "a", "batch": 1, "frames": frames, "ranks": 4, "over": "b"}
@@ -147,32 +145,6 @@ def test_a_figure_is_a_median_or_of_all_turns(bench) -> None:
     middle = bench("bench.dsp.grid").middle
     assert middle([3.0, 1.0, 2.0], grouped=False) == (2.0, 1.0, 3.0)
     assert middle([3.0, 1.0, 2.0, 5.0, 6.0], grouped=True) == (3.0, 1.0, 6.0)
-
-
-def in_parts(stages: list[Stage], dims: dict[str, int], ranks: int, *, hardware: Hardware, **_: Any) -> StagePlan:
-    """Spatial stages on frames, in two parts."""
-    choices = (
-        StageChoice(None, "t", "local", 2), StageChoice("s", "s", "local"), StageChoice("s", "t", "local", 2),
-        StageChoice("s", "s", "local"),
-    )  # fmt: skip
-    return StagePlan(tuple(stages), choices, Costs(dims, ranks, hardware), None, "s", 1.0, 0.0)
-
-
-@pytest.mark.exhaustive
-def test_ranks_one_after_another_run_stages_in_parts(bench, monkeypatch) -> None:
-    pytest.importorskip("diffusers")
-    latte = bench("bench.dsp.latte")
-    monkeypatch.setitem(latte.METHODS, "planned", in_parts)
-    clip = bench("bench.dsp.grid").CLIPS[0].fitted(64)
-    found = latte.composed(clip, 2, {"a link": latte.Machine(FREE, Link(1e-3, 1e9))}, 2)
-    for row in found["a link"]:
-        assert row["planned"]["layouts"] == "t:local/2 s:local t:local/2 s:local"
-        # six parts there and back, and what is gathered at the end
-        assert row["planned"]["exchanges"] == 13
-        # of both turns, and of each one, which is every second and a half
-        assert len(row["planned"]["seconds"]) == len(row["ulysses"]["seconds"]) == 5
-        assert row["planned"]["cpu"][0] <= min(row["planned"]["cpu"][1:])
-    assert bench("bench.dsp.grid").short(row["planned"]["layouts"]) == "t/2 s t/2 s"
 
 
 @pytest.mark.exhaustive

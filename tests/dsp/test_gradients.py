@@ -25,7 +25,7 @@ GRID = rand(2, 5, 7, 3)
 
 def on_every_rank(stages, dims, ranks, *, end, training) -> StagePlan:
     """A plan that shares nothing: every rank computes all rows."""
-    choices = tuple(StageChoice(None, None, "local", 1) for _ in stages)
+    choices = tuple(StageChoice(None, None, "local") for _ in stages)
     return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
 
 
@@ -124,7 +124,7 @@ ENDS: dict[str, tuple[str, Planner, str]] = {
     "last stage": ("pairs", SHARDED, ""),
     "last stage in a checkpoint": ("pairs", SHARDED, "checkpoint"),
     "last stage in a reentrant checkpoint": ("pairs", SHARDED, "reentrant"),
-    "grid": ("core", partial(at_random(3, 2, "s", (1,))), ""),
+    "grid": ("core", partial(at_random(3, 2, "s")), ""),
 }
 
 

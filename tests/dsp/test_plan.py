@@ -36,7 +36,7 @@ def random_stages(rng: random.Random, dims: dict[str, int], count: int) -> list[
                 f"s{n}", whole, bytes=size, flops=10 ** rng.uniform(9, 13), attention=10 ** rng.uniform(9, 13),
                 memory=rng.choice([0.0, size, 3 * size]), heads=heads, kv_heads=min(heads, rng.choice([1, 2, 8])),
                 qkv=(size, size / rng.choice([1, 2])), rest=rest, filled=rng.random() < 0.3,
-                apart=set(dims) - set(whole) if rng.random() < 0.5 else (), rest_filled=rng.random() < 0.3,
+                rest_filled=rng.random() < 0.3,
             )
         )  # fmt: skip
     return stages
@@ -79,10 +79,9 @@ def fits(at: str | None, stages: list[Stage], n: int, costs: Costs) -> bool:
 
 
 def quickest(stage: Stage, before: str | None, layout: str | None, after: str | None, costs: Costs) -> float:
-    """The least seconds of a stage with its moves, in all modes and numbers of parts."""
-    counts = (1, 2, 4) if costs.parted(stage, before, layout, after) else (1,)
-    ways = itertools.product(costs.modes(stage, layout).values(), counts)
-    return min((costs.through(stage, took, before, layout, after, n) for took, n in ways), default=math.inf)
+    """The least seconds of a stage with its moves, in all modes."""
+    moved = sum(costs.moves[way].seconds(stage.bytes) for way in ((before, layout), (layout, after)))
+    return moved + min(costs.modes(stage, layout).values(), default=math.inf)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -110,14 +109,9 @@ def test_the_plan_is_that_of_exhaustive_search(seed) -> None:
 def retold(plan: StagePlan) -> float:
     """The seconds of a plan from what it says of itself."""
     costs = plan.costs
-    seconds = costs.moves[plan.start, plan.choices[0].before].seconds(plan.stages[0].bytes)
-    for stage, (before, layout, mode, parts), after in zip(plan.stages, plan.choices, plan.afters):
-        seconds += costs.through(stage, costs.modes(stage, layout)[mode], before, layout, after, parts)
-    if all(choice.parts == 1 for choice in plan.choices):  # then all adds up
-        inside = sum(costs.modes(s, c.sharding)[c.mode] for s, c in zip(plan.stages, plan.choices))
-        moves = sum(costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
-        assert inside + moves == pytest.approx(seconds, rel=1e-12)
-    return seconds + (costs.gather.seconds(plan.stages[-1].bytes) if plan.gathers else 0.0)
+    inside = sum(costs.modes(s, c.sharding)[c.mode] for s, c in zip(plan.stages, plan.choices))
+    moves = sum(costs.moves[src, dst].seconds(size) for _, src, dst, size in plan.moves())
+    return inside + moves + (costs.gather.seconds(plan.stages[-1].bytes) if plan.gathers else 0.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -226,7 +220,7 @@ def test_tiny_work_is_not_sent_anywhere() -> None:
 
 def test_tensors_without_bytes_move_for_nothing() -> None:
     assert plan_stages([Stage("a")], {"t": 4}, 2).seconds == 0.0
-    stages = [Stage("a", "t", flops=1e12, apart="s"), Stage("b", "s", flops=1e12, apart="t")] * 2
+    stages = [Stage("a", "t", flops=1e12), Stage("b", "s", flops=1e12)] * 2
     plan = plan_stages(stages, {"t": 4, "s": 4}, 2)
     assert [c.sharding for c in plan.choices] == ["s", "t"] * 2
     assert plan.seconds == pytest.approx(4 * 3e12 / 2 / Hardware.of("h100").linear_rate)
@@ -292,9 +286,6 @@ def test_equal_ways_are_cut_alike_in_every_process() -> None:
         (lambda: plan_stages([Stage("a")], {"t": 2}, 4, cores=()), "no way to run"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=4, held="t"), "need an element of .t. each"),
         (lambda: Costs({"t": 2}, 4, Hardware.of("h100"), core=2), "cannot hold None"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=(1, "2")), "parts must be integers"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=2), r"parts must be integers of at least 1.*got 2"),
-        (lambda: plan_stages([Stage("a")], {"t": 2}, 2, parts=()), r"parts must be integers of at least 1.*got \(\)"),
         (lambda: plan_stages([Stage("a")], {"t": 2}, 2, cores=2), r"cores must be group sizes.*got 2"),
         (lambda: plan_stages([Stage("a")], {"t": 0}, 2), "the size of t must be an integer of at least 1, got 0"),
         (lambda: plan_stages([Stage("a")], {"t": 3.5}, 2), "the size of t must be an integer of at least 1, got 3.5"),
@@ -328,30 +319,7 @@ def test_all_ways_of_a_stage_take_what_each_takes(seed) -> None:
     for stage, grid, training in itertools.product(random_stages(rng, dims, 6), grids, (True, False)):
         costs = Costs(dims, 4, Hardware.of("h100"), training, **grid)
         inside = np.array([rng.choice([1e-3, 1e-2, math.inf]) for _ in costs.shardings])
-        seconds, parts = costs.through_all(stage, inside, (1, 2, 4))
+        seconds = costs.through(stage, inside)
         for (b, before), (k, layout), (a, after) in itertools.product(enumerate(costs.shardings), repeat=3):
-            counts = (1, 2, 4) if costs.parted(stage, before, layout, after) else (1,)
-            ways = {n: costs.through(stage, inside[k], before, layout, after, n) for n in counts}
-            assert seconds[b, k, a] == pytest.approx(min(ways.values()), rel=1e-12)
-            assert ways[parts[b, k, a]] == pytest.approx(seconds[b, k, a], rel=1e-12)
-
-
-def test_moves_pass_beside_computing_where_there_is_enough_of_it() -> None:
-    """Blocks of a video model that go from space to frames and back: in parts if moves take long, and calls do not."""
-    dims = {"b": 1, "t": 64, "s": 4096}
-    stages = [
-        replace(stage, apart=set(dims) - stage.whole, rest={"s"} if n else None)
-        for n, stage in enumerate(video(4, t=64, s=4096))
-    ]
-    machine = Hardware.preset("h100")
-    slow = replace(machine, inside=machine.across, hidden=1.0)
-    plan = plan_stages(stages, dims, 8, hardware=slow)
-    assert [c.parts for c in plan.choices] == [1, 1] + [2, 1] * 3  # the first one has nothing that comes in
-    assert "spatial: t by way of s, local in 2 parts" in plan.describe()
-    once = plan_stages(stages, dims, 8, hardware=slow, parts=(1,))
-    assert plan.seconds < once.seconds and once.bytes() == plan.bytes()
-    assert plan.exchanges == sum(c.parts * (2 if n else 1) for n, c in enumerate(plan.choices[::2])) + 1
-    assert all(c.parts == 1 for c in plan_stages(stages, dims, 8, hardware=replace(slow, hidden=0.0)).choices)
-    assert all(c.parts == 1 for c in plan_stages(stages, dims, 8, hardware=replace(slow, call=1.0)).choices)
-    with pytest.raises(ValueError, match="parts must be integers"):
-        plan_stages(stages, dims, 8, parts=(0,))
+            moved = sum(costs.moves[way].seconds(stage.bytes) for way in ((before, layout), (layout, after)))
+            assert seconds[b, k, a] == pytest.approx(moved + inside[k], rel=1e-12)

@@ -20,7 +20,9 @@ def test_a_preset_names_its_sources_and_survives_a_file(name: str, tmp_path: Pat
     assert hardware.name == name
     assert len(hardware.source) > 60
     hardware.save(tmp_path / "machine.json")
-    assert Hardware.load(tmp_path / "machine.json") == hardware
+    assert (
+        Hardware.load(tmp_path / "machine.json") == hardware == Hardware.from_dict(hardware.to_dict() | {"call": 1e-3})
+    )
     assert hardware.inside.bandwidth > hardware.across.bandwidth
 
 
@@ -198,7 +200,7 @@ def test_no_figure_of_a_file_overflows_the_planner(part: str | None, value: floa
     """Each figure by itself: refused by name, or a machine for which batches are planned in finite time."""
     whole = Hardware.preset("h100").to_dict()
     named = [name for name, figure in (whole[part] if part else whole).items() if isinstance(figure, float)]
-    assert len(named) >= (2 if part else 3)
+    assert len(named) >= 2
     for name in named:
         data = Hardware.preset("h100").to_dict()
         (data[part] if part else data)[name] = value

@@ -299,12 +299,6 @@ class Switching:
                 self._ys[n] = y
         return self._ys
 
-    def settle(self) -> None:
-        """Wait for the exchange if nothing else did: after an error, when the tensors are not needed any more."""
-        if not self._waited:
-            self._waited = True
-            self._way.finish()
-
 
 class _Start(torch.autograd.Function):
     """Posts the exchange; in backward waits for the gradients that `_Finish` sent."""
