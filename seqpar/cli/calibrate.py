@@ -239,7 +239,7 @@ def show(data: dict[str, Any]) -> None:
         "attention": f"{a['rate'] / 1e9:,.1f} GFLOP/s, backward {a['backward_rate'] / 1e9:,.1f}; a query row costs "
         f"{a['query_pairs']:.0f} pairs, a fetched key row {a['key_pairs']:.0f}; a piece {a['piece'] * 1e6:.1f} us, "
         f"a step {a['stage'] * 1e6:.1f}",
-        "linear": f"{data['linear_rate'] / 1e9:,.1f} GFLOP/s; a call of a block {data['call'] * 1e3:.2f} ms",
+        "linear": f"{data['linear_rate'] / 1e9:,.1f} GFLOP/s",
     } | {
         name: f"{data[name]['bandwidth'] / 1e9:.2f} GB/s after {data[name]['latency'] * 1e6:.0f} us"
         for name in ("inside", "across")
