@@ -21,7 +21,7 @@ from seqpar.train.dtensor import local
 
 Program = Callable[[Comm], Iterator[tuple[nn.Module, Tensor | float]]]
 Values = dict[tuple[str, str], Tensor]  # ("loss", ""), ("gradient", name) or ("weight", name) -> the whole tensor
-TIMEOUT = 600.0  # seconds that a rank waits for another one: it may compile, or load a model
+TIMEOUT = 300.0  # seconds that a rank waits for another one, which may compile or load a model
 SHOWN = 20  # rows that are printed
 
 
@@ -62,9 +62,8 @@ class Comparison:
             where = ", ".join(map(str, row.ranks)) or "-"
             if row.apart:
                 where += f" ({', '.join(map(str, row.apart))} not as rank 0)"
-            lines.append(
-                [str(row.step), f"{row.kind} {row.name}".strip(), f"{row.difference:.1e}", f"{row.allowed:.1e}", where]
-            )
+            value = f"{row.kind} {row.name}".strip()
+            lines.append([str(row.step), value, f"{row.difference:.1e}", f"{row.allowed:.1e}", where])
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         left = [f"and {len(self.rows) - SHOWN} more"] if len(self.rows) > SHOWN else []
@@ -185,18 +184,13 @@ def _rows(step: int, one: Values, off: Values, several: list[Values]) -> list[Ro
         size = 0.0 if expected is None else _largest(expected)
         scale = {"loss": max(size, 1.0), "gradient": gradients, "weight": size}[kind]
         allowed = tolerance * scale + 2 * _distance(expected, moved)
+        if not math.isfinite(allowed):  # a value that is not finite on one rank equals nothing
+            allowed = 0.0
+        unit = size if 0 < size < math.inf else 1.0
         distances = [_distance(expected, x) for x in own]
-        rows.append(
-            Row(
-                step,
-                kind,
-                name,
-                max(distances) / (size or 1.0),
-                allowed / (size or 1.0),
-                tuple(rank for rank, far in enumerate(distances) if not far <= allowed),
-                tuple(rank for rank, x in enumerate(own) if not _distance(own[0], x) <= allowed),
-            )
-        )
+        away = tuple(rank for rank, far in enumerate(distances) if far > allowed)
+        apart = tuple(rank for rank, x in enumerate(own) if _distance(own[0], x) > allowed)
+        rows.append(Row(step, kind, name, max(distances) / unit, allowed / unit, away, apart))
     return rows
 
 

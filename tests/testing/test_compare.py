@@ -34,6 +34,10 @@ def test_a_mistake_is_found_by_name(name: str) -> None:
     assert loop.seen in {row.name or row.kind for row in found.rows if row.ranks}, found
 
 
+def test_there_are_programs_enough() -> None:
+    assert len(RIGHT) >= 20 and len(WRONG) >= 30
+
+
 def test_the_largest_difference_stands_first_and_names_its_ranks() -> None:
     found = compare(partial(train, PositionsFromZero), ranks=3)
     times = [row.difference / row.allowed for row in found.rows]
@@ -71,6 +75,27 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zero() -> None:
 
     found = compare(program)
     assert [(row.name, row.ranks) for row in found.rows if row.ranks] == [("weight", (1,))]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_equal(broken: float) -> None:
+    def program(comm: Comm) -> Iterator[tuple[nn.Module, float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.bias, broken)
+        yield model, broken
+
+    found = compare(program)
+    assert [(row.kind, row.name) for row in found.rows if row.ranks == (0, 1)] == [("loss", ""), ("weight", "bias")]
+    assert str(found).startswith("2 ranks against one: 2 of 3 values differ")
+
+
+def test_a_parameter_that_a_rank_lacks_differs() -> None:
+    def program(comm: Comm) -> Iterator[tuple[nn.Module, float]]:
+        torch.manual_seed(0)
+        yield nn.Linear(2, 2, bias=comm.rank == 0), 1.0
+
+    assert [(row.name, row.ranks) for row in compare(program).rows if row.ranks] == [("bias", (1,))]
 
 
 def test_a_rank_that_fails_is_reported_by_its_own_error() -> None:
