@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import seqpar
@@ -50,10 +51,23 @@ def recorded(region: Region, x: Tensor, **options: Any) -> Tensor:
     return checkpoint(region, x, use_reentrant=False, **options)
 
 
+class Module(nn.Module):
+    """A region as a module."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.forward = region
+
+
+def composed(region: Region, x: Tensor) -> Tensor:
+    return composable(Module(region))(x)
+
+
 def inside(outer: Run, inner: Run) -> Run:
     return lambda region, x: outer(partial(inner, region), x)
 
 
+EACH = pytest.mark.parametrize("run", [reentrant, recorded, composed])
 BOTH = pytest.mark.parametrize("run", [reentrant, recorded])
 ANY = pytest.mark.parametrize(
     "run",
@@ -88,7 +102,7 @@ def test_another_plan(run: Run) -> None:
         changed(run, lambda x, n: attend(x, PLANS[n], comm))
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout_seed"])
 def test_another_option(name: str, run: Run) -> None:
     comm, dropout = LocalComm(), 0.4 if name == "dropout_seed" else 0.0
@@ -96,7 +110,7 @@ def test_another_option(name: str, run: Run) -> None:
         changed(run, lambda x, n: attend(x, PLANS[0], comm, **{name: n + 1}, dropout_p=dropout))
 
 
-@BOTH
+@EACH
 def test_another_move(run: Run) -> None:
     comm, plans = LocalComm(), [Plan(PLANS[0].mask, layout) for layout in LAYOUTS]
     moves: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -110,7 +124,7 @@ def test_another_move(run: Run) -> None:
             changed(run, lambda x, n, move=move: move(x, n).exp())
 
 
-@BOTH
+@EACH
 @pytest.mark.usefixtures("no_graphs")
 def test_another_handle_of_a_compiled_function(run: Run) -> None:
     comm = LocalComm()

@@ -35,7 +35,7 @@ from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, remember
 from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.collective_op import check_dense
-from seqpar.ops.core.regions import CheckpointRegion, run_again_inside, under_way
+from seqpar.ops.core.regions import Region, run_again_inside, under_way
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
 
@@ -71,9 +71,9 @@ def sdpa(
     dropout follow from it; equal on all ranks and different for every step. The same pairs are dropped on any number of
     ranks. accuracy, deterministic: as in `seqpar.attention`. Under autocast q, k and v are cast as PyTorch casts them.
 
-    Regions of `torch.utils.checkpoint.checkpoint` inside the block are recomputed under its plan, wherever backward
-    runs; other checkpoints raise in backward, or in forward if they hide calls from autograd. A thread that starts
-    inside the block is outside of it. Compilers break their graph at every call: to compile whole models, use
+    Regions of torch's checkpoints inside the block are recomputed under its plan, wherever backward runs; an autograd
+    function of another library that calls attention without gradients raises. A thread that starts inside the block is
+    outside of it. Compilers break their graph at every call: to compile whole models, use
     `seqpar.nn.Attention`.
 
     A module that attends inside the block is tried when the block first ends with it, without gradients: outside
@@ -101,7 +101,7 @@ class Rerouting(TorchFunctionMode):
         self.plan, self.comm, self.local, self.seed, self.again = plan, comm, local, seed, again
         self.numerics = numerics
         self.first = self.calls = first
-        self.outside: list[CheckpointRegion] = []
+        self.outside: list[Region | None] = []
         self.surroundings: AbstractContextManager[Any] | None = None
         self.triangle, self.masked = KnownMask(), KnownMask()
         self.shapes: tuple[torch.Size, ...] = ()  # of the last call's query and key, as `local` gets them

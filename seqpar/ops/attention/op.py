@@ -80,7 +80,7 @@ def _agreed(
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
     # a comm and its subs share stats; numbers as text, since Python's hashes of -1 and -2 are the same
     stamp = hash((recipe.stamp, str(seed), id(comm.stats), comm.rank))
-    check_repetition("attention", comm, stamp, recorded=True in grads)
+    check_repetition("attention", comm, stamp)
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
 

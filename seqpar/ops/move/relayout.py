@@ -294,7 +294,7 @@ def _relayout(
         if comm.size > 1:
             key = "relayout", dst.digest(), x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = src.memo(key, lambda: digest_of_call("relayout", call.facts))
-    check_repetition("relayout", comm, (src, dst), "layout", recorded=grads[0])
+    check_repetition("relayout", comm, (src, dst), "layout")
     return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "relayout (forward)"))
 
 
@@ -311,7 +311,7 @@ def _unshard(
         if comm.size > 1:
             key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))
-    check_repetition("unshard", comm, (plan, side, dim), "plan", recorded=grads[0])
+    check_repetition("unshard", comm, (plan, side, dim), "plan")
     return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "unshard (forward)"))
 
 

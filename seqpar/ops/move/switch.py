@@ -149,7 +149,7 @@ def _agreed(
         kinds = tuple([(x.shape, x.dtype, x.device.type) for x in xs])
         sides = tuple(split_dims), tuple(concat_dims), tuple(split), tuple(concat)
         call.facts, call.digest = _facts(kinds, *sides, tuple(grads))
-    check_repetition("switch", comm, sides, "pair of dims", recorded=True in grads)
+    check_repetition("switch", comm, sides, "pair of dims")
     return Tag(call.digest, number, 0, 0, "switch (forward)")
 
 

@@ -92,7 +92,7 @@ def computed(
             equal = {"rates": rates, "initial_state": initial}
             agreed.values = {f"a hash of {title}": int(element_hash(x)) for title, x in equal.items() if x is not None}
     stamp = hash((plan, str(asked.scale), asked.normalize, asked.kernel.name, way, id(comm.stats), comm.rank))
-    check_repetition(name, comm, stamp, "plan, scale or travel", recorded=True in grads)
+    check_repetition(name, comm, stamp, "plan, scale or travel")
     side, passed, relaid = tables_of(plan, comm.rank, travel, asked.layer, asked.kernel, v.device)
     tag = Tag(agreed.digest, number, 0, 0, name)
     call = LinearCall(

@@ -168,7 +168,7 @@ def _conv(
             call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))
             call.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("causal_conv1d", plan, call.facts))
     stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
-    check_repetition("causal_conv1d", comm, stamp, "plan, activation or travel", recorded=True in grads)
+    check_repetition("causal_conv1d", comm, stamp, "plan, activation or travel")
     rows, laid, relaid = tables_of(plan, comm.rank, reach, size, travel)
     tag = Tag(call.digest, number, 0, 0, "causal_conv1d")
     record = ConvCall(comm, tag, rows, laid, relaid, activation, stamp=stamp)

@@ -98,7 +98,7 @@ def _scan(
             key = "state_scan", *call.facts.values()
             call.digest = plan.memo(key, lambda: digest_of_call("state_scan", call.facts))
     stamp = hash((plan, way[:2], id(comm.stats), comm.rank))
-    check_repetition("state_scan", comm, stamp, "plan or travel", recorded=True in grads)
+    check_repetition("state_scan", comm, stamp, "plan or travel")
     tag = Tag(call.digest, number, 0, 0, "state_scan")
     record = ScanCall(comm, tag, passing(plan, comm.rank, way), stamp=stamp)
     wide = [x.to(acc_dtype(states.dtype)) for x in tensors]
