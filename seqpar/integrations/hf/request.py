@@ -39,7 +39,7 @@ IDLE = {
     "fused_lm_head": (False,),
 }  # fmt: skip
 # Keywords of a model with towers that would make its output another one.
-REFUSED = ("past_key_values", "use_cache", "output_attentions", ASKED, "logits_to_keep")
+REFUSED = ("cache", "past_key_values", "use_cache", "output_attentions", ASKED, "logits_to_keep")
 # Columns that callers hand on and no model reads: TRL's `RewardTrainer` has the margin of a pair.
 UNREAD = ("margin",)
 # The document of each token, for convolutions and recurrences: attention on one device ignores it.

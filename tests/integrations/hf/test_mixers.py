@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import DynamicCache
 
 import seqpar
 from seqpar import Comm, LocalComm
@@ -35,6 +36,13 @@ DENSE = {
     "jamba": {"num_experts": 1, "num_experts_per_tok": 1},
     "recurrent_gemma": {},
 }
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_a_cache_by_each_of_its_names_is_refused(name: str) -> None:
+    model = build("mamba2")
+    with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match="Mamba2Mixer got a cache"):
+        mixers(model)[0](torch.ones(1, 4, model.config.hidden_size), **{name: DynamicCache()})
 
 
 @pytest.mark.parametrize("name", DENSE)

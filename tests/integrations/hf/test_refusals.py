@@ -249,6 +249,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "documents in a mask": ({"attention_mask": BATCH["attention_mask"] * 2}, ValueError, "0 or 1"),
     "weights": ({"output_attentions": True}, NotImplementedError, "output_attentions"),
     "a cache": ({"use_cache": True}, NotImplementedError, "use_cache"),
+    "a full cache": ({"cache": transformers.DynamicCache()}, NotImplementedError, "got cache"),
     "past keys": ({"past_key_values": transformers.DynamicCache()}, NotImplementedError, "past_key_values"),
     "a static cache": (
         {"past_key_values": transformers.StaticCache(config=build("llama").config, max_cache_len=16)},

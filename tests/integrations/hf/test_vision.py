@@ -415,6 +415,7 @@ def test_classifiers_of_sequences_with_images(kind: str, labels: int) -> None:
     ("more", "says"),
     [
         ({"use_cache": True}, "got use_cache; leave it out"),
+        ({"cache": transformers.DynamicCache()}, "got cache; leave it out"),  # past_key_values before 5.24
         ({"output_attentions": True}, "got output_attentions; leave it out"),
         ({"logits_to_keep": 1}, "got logits_to_keep; leave it out"),
         ({"output_router_logits": True}, "got output_router_logits; leave it out"),
@@ -652,7 +653,7 @@ def test_what_is_supported_are_arguments_of_the_users_model(kind: str) -> None:
     assert BY_KEYWORD | {"input_ids", "attention_mask", "position_ids", "labels"} <= set(names)
     assert ("pixel_values" in names) == (kind != "llama") and ("token_type_ids" in names) == (kind == "gemma3")
     assert ("moe_mm_token_type_ids" in names) == (kind == "ernie")
-    assert not {"logits_to_keep", "use_cache", "past_key_values", "kwargs", "never_heard_of"} & set(names)
+    assert not {"logits_to_keep", "use_cache", "cache", "past_key_values", "kwargs", "never_heard_of"} & set(names)
     of_base = supported(model, model.base_model)
     assert not {"labels", "shift_labels", "num_items_in_batch"} & set(of_base) and {"input_ids"} < set(of_base)
 

@@ -51,7 +51,7 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "Lfm2MoeShortConv": short_conv,
     "Lfm3ShortConv": short_conv,
 }
-CACHES = ("cache_params", "past_key_values")
+CACHES = ("cache", "cache_params", "past_key_values")  # the first since transformers 5.24
 
 
 def of_documents(plan: Plan) -> Plan:
