@@ -41,7 +41,7 @@ from seqpar.integrations.hf.config import ASKED, text_of
 from seqpar.integrations.hf.forward import Forward, during, planned
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall
-from seqpar.integrations.hf.logits import softcap_of, tokens_of
+from seqpar.integrations.hf.logits import ask_trainer, loss_only, softcap_of, tokens_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
 from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
@@ -95,17 +95,18 @@ class ParallelTransformer(ParallelModel):
     of every rank's batch, also where all ranks bring the same one.
 
     Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
-    training with labels ``out.logits``, and hidden states that a class returns beside it, are None unless
-    ``logits=True``: the loss is computed in chunks, without ``[T, vocabulary]`` logits. Calls of ``model.base_model``,
-    as other libraries' heads make them, are parallel too.
+    training with labels ``out.logits``, and hidden states that a class returns beside it, are None: the loss is
+    computed in chunks, without ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads
+    make them, are parallel too.
 
     model, comm: as given to `seqpar.parallelize`. plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the
     model's shape, except that each rank computes its own documents where spreading them gains less time than it costs.
     source: "sharded", every rank brings its own batch, or "replicated", all bring the same; of a loss that you compute
-    from outputs every rank then sends the whole gradient, so divide it by ``comm.size``. logits: may be changed at any
-    time, equally on all ranks. in_place: keep the name of the model's attention implementation, for models that compare
-    names; transformers' functions of that name then serve parallel models and all others. accuracy, deterministic: as
-    in `seqpar.attention`.
+    from outputs every rank then sends the whole gradient, so divide it by ``comm.size``. logits: True, they always come
+    back; False, they are left out whenever labels are given; None, also in evaluation they come back, unless Trainer
+    evaluates with ``prediction_loss_only=True``. May be changed at any time, equally on all ranks. in_place: keep the
+    name of the model's attention implementation, for models that compare names; transformers' functions of that name
+    then serve parallel models and all others. accuracy, deterministic: as in `seqpar.attention`.
 
     fit: the findings on the model. text: the module whose rows are shared: the model, or the text model inside it.
     entries: those of a batch with a value per token; optional: of these, those that a rank may lack. returned: outputs
@@ -121,7 +122,7 @@ class ParallelTransformer(ParallelModel):
 
     def __init__(
         self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None = None, source: str = "sharded",
-        average_over: int = 1, logits: bool = False, in_place: bool = False, accuracy: Accuracy = "exact",
+        average_over: int = 1, logits: bool | None = None, in_place: bool = False, accuracy: Accuracy = "exact",
         deterministic: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(model, comm)
@@ -186,6 +187,7 @@ class ParallelTransformer(ParallelModel):
         if in_place:
             self._undone.enter_context(occupied(self.text))
         self._install()
+        ask_trainer()
         self._afterwards.note_waypoints(self.fit.callers)
 
     def prefetch(
@@ -439,9 +441,10 @@ class ParallelTransformer(ParallelModel):
         except Exception as refused:  # all ranks raise it
             error = refused
         routers = bool(arguments.get(ASKED))
+        logits, chunked = self._output(labels)
         state = self._planner.state()
         facts = {
-            "training": training, "labels": labelled, "adapters": acting_adapters(layers),
+            "training": training, "labels": labelled, "logits": logits, "adapters": acting_adapters(layers),
             "output_hidden_states": bool(hidden_states), ASKED: routers,
             COUNT: count, "dtype": self.model.dtype, "autocast": autocast_dtype(state.device),
             "gradient checkpointing": state.recomputed, "the masks of the forward before": self._rules,
@@ -468,7 +471,6 @@ class ParallelTransformer(ParallelModel):
         self._count += 1
         if training and count is not None and (not self.fit.by_items or self.source == "replicated"):
             self._items.note(items, count, brought)
-        logits, chunked = self._output(labels)
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
         tells = chunked and bool(len(own.positions)) and self._afterwards.scaled
         request = Request(labels, items, return_dict, logits, chunked, tells, routers, state.recomputed)
@@ -527,7 +529,9 @@ class ParallelTransformer(ParallelModel):
 
     def _output(self, labels: bool) -> tuple[bool, bool]:
         """Whether logits return, and whether the loss is computed without them."""
-        logits = self.logits or not (labels and torch.is_grad_enabled() and self.model.training)
+        ask_trainer()  # imported only now, perhaps
+        unread = loss_only.asked or (torch.is_grad_enabled() and self.model.training)
+        logits = not labels or (not unread if self.logits is None else self.logits)
         return logits, not logits and self._has_head()
 
     def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:

@@ -144,17 +144,62 @@ def test_evaluation_with_labels_and_training_with_logits() -> None:
             short = own(**batch)
             handle.logits = True
             assert own(**batch).logits.shape == trained.logits.shape
-            handle.logits = False
+            handle.logits = None
             own.eval()
             evaluated = own(**batch)
-        return trained, short, evaluated
+        with seqpar.parallelize(own, comm, logits=False) as handle:
+            left_out = [own(**batch), own.train()(**batch)]
+            assert own(**without_labels(batch)).logits.shape == trained.logits.shape
+        return trained, short, evaluated, left_out
 
-    for (trained, short, evaluated), batch, whole in zip(run_threads(2, rank), every, expected.logits, strict=True):
+    for (trained, short, evaluated, left_out), batch, whole in zip(
+        run_threads(2, rank), every, expected.logits, strict=True
+    ):
         assert short.logits is None and list(short) == ["loss"] and len(short.to_tuple()) == 1
         for out in (trained, evaluated):
             torch.testing.assert_close(out.logits[kept(batch)], whole[kept(batch)], rtol=1e-5, atol=1e-5)
-        for out in (trained, short, evaluated):
+        assert all(list(out) == ["loss"] for out in left_out)
+        for out in (trained, short, evaluated, *left_out):
             assert abs(float(out.loss) - float(expected.loss)) <= 1e-6 * float(expected.loss)
+
+
+def test_logits_that_one_rank_alone_leaves_out_are_refused() -> None:
+    model, every = build("llama").eval(), batches("right", 2)
+
+    def rank(comm: Comm) -> None:
+        own = copy.deepcopy(model)
+        with seqpar.parallelize(own, comm) as handle:
+            handle.logits = None if comm.rank else False
+            with pytest.raises(ValueError, match="logits"):
+                own(**every[comm.rank])
+
+    run_threads(2, rank)
+
+
+def test_a_trainer_that_reads_the_loss_alone_gets_no_logits(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model, seen = build("llama").eval(), []
+    rows = [{name: x[0] for name, x in packed(generator(n), [9]).items()} for n in range(2)]
+    rows = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
+
+    def compute_metrics(found: Any) -> dict[str, float]:
+        return {"width": found.predictions.shape[-1]}
+
+    def evaluated(**options: Any) -> dict[str, float]:
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+        return transformers.Trainer(model, arguments, eval_dataset=rows, **options).evaluate()
+
+    expected = evaluated()["eval_loss"]
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        watch = model.register_forward_hook(lambda module, args, out: seen.append(out.logits is None))
+        found = [evaluated(), evaluated(compute_metrics=compute_metrics)]
+        handle.logits = True
+        found.append(evaluated())
+        watch.remove()
+    assert seen == [True, False, False] and found[1]["eval_width"] == VOCABULARY
+    assert [each["eval_loss"] for each in found] == pytest.approx([expected] * 3, rel=1e-5)
+    with torch.no_grad(), seqpar.parallelize(model, LocalComm()):
+        assert model(**{name: x[None] for name, x in rows[0].items()}).logits is not None
 
 
 def test_a_loss_of_ones_own_from_ones_own_logits() -> None:
