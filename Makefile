@@ -19,7 +19,7 @@ GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard 
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick exhaustive binaries soak bits bench results docs links gpu sanitize lint setup clean
+.PHONY: demo test quick exhaustive binaries soak bits results docs links gpu sanitize lint setup clean
 
 # with less than the tests need, unless that is installed
 demo: $(or $(wildcard $(READY)),$(SMALL))
@@ -46,9 +46,6 @@ soak: $(READY)
 # whether a change alters bits; ARGS="--before COMMIT --only attention"
 bits: $(READY)
 	$(BIN)/python -m bench.bits $(ARGS)
-
-bench: $(READY)
-	$(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only $(ARGS)
 
 # the first table of docs/results.md; nothing else should run meanwhile
 results: $(READY)
@@ -105,5 +102,5 @@ $(TIMM): constraints.txt | $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) seqpar/_C.abi3.so build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) seqpar/_C.abi3.so build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find seqpar tests bench examples -name __pycache__ -prune -exec rm -rf {} +

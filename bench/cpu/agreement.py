@@ -1,8 +1,6 @@
 """Messages of agreements, gathers and constructors: counted for 2 to 1,024 ranks, the first two timed over gloo.
 
     python -m bench.cpu.agreement --json bench/results/agreement.json
-    git show 9583a61:seqpar/comm/rendezvous.py > before.py
-    python -m bench.cpu.agreement --processes --rendezvous before.py --json bench/results/constructor.json
 
 One agreement on equal facts and one gather of 64 bytes are counted: messages, bytes and rounds of the rank with most,
 each in one round to all ranks and in rounds that double. Processes time both ways in turn, within one run.
@@ -11,13 +9,11 @@ A constructor meets over the group's store: the messages and bytes of the rank w
 questions that a rank asks in vain while it waits for others, and without the addresses that gloo then reads to connect.
 Seconds follow from a model, in which all ranks come at once: the busiest rank waits 100 us for the answer to each
 message, and the store serves all messages in turn, 10 us each, and all bytes at 1 GB/s; the larger of the two.
-`--rendezvous` counts another commit's as well, up to 128 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import threading
@@ -34,8 +30,7 @@ from rich.console import Console
 import seqpar
 from bench.lib import records
 from bench.lib.counting import CountedStore, CountingComm, CountingWorld
-from seqpar.comm import base
-from seqpar.comm.rendezvous import Rendezvous
+from seqpar.comm import base, rendezvous
 
 WAYS = {"to all": 1 << 30, "doubling": 1}
 KINDS = {
@@ -58,19 +53,19 @@ def counted(size: int, way: str, kind: str) -> dict[str, Any]:
     return {"ranks": size, "way": way, "kind": kind} | most | {"all messages": sum(world.messages.values())}
 
 
-def met(size: int, meeting: Any) -> dict[str, Any]:
+def met(size: int) -> dict[str, Any]:
     """Messages and bytes of a constructor's meeting, in which ranks say of themselves what `GroupComm`'s do."""
     store = dist.HashStore()
     stores = [CountedStore(store) for _ in range(size)]
     place = ["f" * 36, "node"]
     failures: list[BaseException] = []
-    meeting.connect.__globals__["GRACE"] = 600.0  # threads of one process take turns
+    rendezvous.GRACE = 600.0  # threads of one process take turns
 
     def rank(number: int) -> None:
         try:
-            rendezvous = meeting("GroupComm", stores[number], number, size, 600.0)
-            rendezvous.hear(lambda: [f"GPU-{uuid.UUID(int=number)}", place, True])
-            rendezvous.connect(lambda: number)
+            meeting = rendezvous.Rendezvous("GroupComm", stores[number], number, size, 600.0)
+            meeting.hear(lambda: [f"GPU-{uuid.UUID(int=number)}", place, True])
+            meeting.connect(lambda: number)
         except BaseException as error:
             failures.append(error)
 
@@ -87,15 +82,6 @@ def met(size: int, meeting: Any) -> dict[str, Any]:
         "ranks": size, "kind": "constructor", "messages": max(messages), "bytes": max(moved),
         "all messages": sum(messages), "all bytes": sum(moved), "seconds by the model": round(seconds, 4),
     }  # fmt: skip
-
-
-def rendezvous_of(path: Path) -> Any:
-    """`Rendezvous` as a file of another commit has it."""
-    spec = importlib.util.spec_from_file_location("rendezvous_before", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Rendezvous
 
 
 def timed(rank: int, size: int, port: int, repeats: int, results: Any) -> None:
@@ -132,13 +118,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8, 9, 16, 64, 100, 256, 1024])
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--rendezvous", type=Path, help="a rendezvous.py of another commit")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
-    rows = [met(size, Rendezvous) for size in args.ranks]
-    if args.rendezvous:
-        before = rendezvous_of(args.rendezvous)
-        rows += [met(size, before) | {"way": "before"} for size in args.ranks if size <= 128]
+    rows = [met(size) for size in args.ranks]
     rows += [
         counted(size, way, kind)
         for size in args.ranks for way in WAYS for kind in KINDS if way == "doubling" or size <= 64

@@ -64,8 +64,11 @@ class Cost(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Ticks of a batch. free: the slowest rank's own path. lockstep: the sum over layers of the slowest rank's.
-    imbalance: `free` if transfers took no time. rounds: micro-batches of the rank with most. rows: most of a micro."""
+    """Ticks of a batch.
+
+    free: the slowest rank's own path. lockstep: the sum over layers of the slowest rank's. imbalance: `free` if
+    transfers took no time. rounds: micro-batches of the rank with most. rows: most of a micro.
+    """
 
     free: int
     lockstep: int

@@ -1,6 +1,6 @@
 """The cost of planning in lines of Python executed: loops run over messages and stages, not over tokens or runs.
 
-Times are printed by ``bench/planner/test_plans.py``; a count says the same on a loaded machine.
+Unlike times, a count says the same on a loaded machine.
 """
 
 from __future__ import annotations
