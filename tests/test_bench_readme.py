@@ -46,12 +46,6 @@ def test_every_record_exists_and_is_some_claims() -> None:
     assert all(cell == "-" or cell.startswith("`") for _, _, cell in ROWS)
 
 
-def test_every_measurement_is_there() -> None:
-    """`gpu/correct.py` can be run by itself too, under a checker of memory."""
-    scripts = {path for path in BENCH.rglob("*.py") if '__name__ == "__main__"' in path.read_text()}
-    assert scripts - set(map(module_of, commands())) == {BENCH / "gpu" / "correct.py"}
-
-
 def test_every_result_of_the_top_readme_and_of_the_pages_is_there() -> None:
     section = (ROOT / "README.md").read_text().split("## Results")[1]
     results = re.findall(r"^\| .+ \| .+ \| `(.+)` \|$", section, re.MULTILINE)

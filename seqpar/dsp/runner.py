@@ -341,8 +341,10 @@ def _cut_tables(module: nn.Module, block: Block, run: StageRun) -> Iterator[None
 
 
 def _adapters(module: nn.Module, block: Block, run: StageRun) -> dict[str, Callable[..., Any]]:
-    """Inner modules whose outputs are gathered, and the core that ranks share by heads, each with its adapter:
-    ``adapter(forward of the module, arguments)``."""
+    """Inner modules whose outputs are gathered, and the core that ranks share by heads, each with its adapter.
+
+    An adapter is called with the module's forward and its arguments.
+    """
     grid, adapters = run.grid, dict[str, Callable[..., Any]]()
     for path, (form, dims) in block.gathers.items():
         if {run.inside, grid.held} & set(dims):

@@ -1,4 +1,5 @@
 """The host waits for no device inside a layer, forward and backward, and uploads nothing after a batch's first layer.
+
 The same holds for `relayout`, `unshard`, `fetch` and `switch`, and on a device for `shard`.
 
 Three tests, since most machines have no GPU:
