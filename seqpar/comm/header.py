@@ -72,7 +72,7 @@ def mismatch(
     for rank, header in ((sender, sent), (receiver, expected)):
         if why := refused(rank, header):
             return (
-                f"rank {rank} refused its arguments: {why}{DEAD}, since ranks had agreed on such a call before; give "
+                f"rank {rank} {why}{DEAD}, since ranks had agreed on such a call before; give "
                 'what it expects, or a comm with check="call", which lives on'
             )
     names = {(tag.digest, tag.phase): tag.name for tag in before if tag.phase >= 0}

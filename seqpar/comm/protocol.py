@@ -367,7 +367,10 @@ def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
 
 
 class Claim(NamedTuple):
-    """One rank's contribution to `Comm.agree`: the call, its facts by `repr`, and its error as text, or None."""
+    """One rank's contribution to `Comm.agree`: the call, its facts by `repr`, and its error as text, or None.
+
+    The text begins with the act of the rank; an attribute ``rank_did`` of the error replaces the default words.
+    """
 
     what: str
     facts: dict[str, str]
@@ -376,7 +379,8 @@ class Claim(NamedTuple):
     @classmethod
     def of(cls, what: str, facts: Mapping[str, object], error: Exception | None) -> Claim:
         """The claim of a rank that calls `agree` with these arguments."""
-        text = None if error is None else f"{type(error).__name__}: {error}"
+        did = getattr(error, "rank_did", "refused its arguments")
+        text = None if error is None else f"{did}: {type(error).__name__}: {error}"
         return cls(what, {name: repr(value) for name, value in facts.items()}, text)
 
 
@@ -415,7 +419,7 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
         raise own
     for rank, claim in enumerate(claims):
         if claim.error is not None:
-            raise ValueError(f"{claim.what}: rank {rank} refused its arguments: {claim.error}")
+            raise ValueError(f"{claim.what}: rank {rank} {claim.error}")
     values = {"the call": [claim.what for claim in claims]}
     for name in dict.fromkeys(name for claim in claims for name in claim.facts):
         values[name] = [claim.facts.get(name, "not given") for claim in claims]

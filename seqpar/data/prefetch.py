@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -171,4 +171,6 @@ class Loader:
             self.ended = True
             return None, None
         except Exception as error:
+            with suppress(AttributeError):  # of frozen ones
+                error.rank_did = "got no batch from its loader"  # type: ignore[attr-defined]
             return None, error

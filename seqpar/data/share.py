@@ -7,7 +7,7 @@ the union's documents are planned, and the rows move.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
+from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
@@ -203,10 +204,11 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
             shown = str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
             raise ValueError(f"x on rank {comm.rank} must have the share's {rows} rows, got {shown:.200}")
         check_dense("back", [x])
-    if share.source is None:
-        return share.home.fill(unshard(x, plan, comm))
-    tokens = plan.layout.tokens(comm.rank)
-    return share.home.fill(relayout(x[:tokens], comm, src=plan.layout, dst=share.source))
+    with no_autocast(x.device.type):
+        if share.source is None:
+            return share.home.fill(unshard(x, plan, comm))
+        tokens = plan.layout.tokens(comm.rank)
+        return share.home.fill(relayout(x[:tokens], comm, src=plan.layout, dst=share.source))
 
 
 def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
@@ -221,9 +223,12 @@ def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch
 def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
     """The plans of a union in several steps, or the error that prevents them. Local, and without tensors."""
     try:
-        parts = list((planner or plan_step)(known.documents, ranks))
+        made: Any = (planner or plan_step)(known.documents, ranks)
+        parts = list(made) if isinstance(made, Iterable) else [made]
         if not all(isinstance(part, MicroBatch) for part in parts):
-            raise ValueError(f"plan must return micro-batches, got {parts!r:.200}")
+            raise ValueError(
+                f"plan must return micro-batches, got {made!r:.200}; give seqpar.plan_step, or a function like it"
+            )
         found = np.concatenate([np.asarray(part.documents) for part in parts]) if parts else np.zeros(0)
         ascend = all((np.diff(part.documents) > 0).all() for part in parts)
         if not ascend or not np.array_equal(np.sort(found), np.arange(known.lengths.size)):
@@ -286,10 +291,12 @@ def take(
 
 def _taken(known: Known, comm: Comm, how: Reading, plan: Plan) -> Share:
     source = known.layout(comm.size)
-    rows = _moved(known, comm, source, plan.layout)
-    if pads := plan.rows(comm.rank) - plan.layout.tokens(comm.rank):
-        fill = dict.fromkeys(("labels", MTP_LABELS), how.ignore_index)
-        rows = {name: torch.cat([x, x.new_full((pads, *x.shape[1:]), fill.get(name, 0))]) for name, x in rows.items()}
+    with no_autocast("cpu"), no_autocast("cuda"):  # its `cat` refuses rows of the other 16 bits
+        rows = _moved(known, comm, source, plan.layout)
+        if pads := plan.rows(comm.rank) - plan.layout.tokens(comm.rank):
+            fill = dict.fromkeys(("labels", MTP_LABELS), how.ignore_index)
+            some = {name: x.new_full((pads, *x.shape[1:]), fill.get(name, 0)) for name, x in rows.items()}
+            rows = {name: torch.cat([x, some[name]]) for name, x in rows.items()}
     positions = rows.pop(POSITIONS)
     own, (valid, *later) = known.own, known.valid.sum(0).tolist()
     return Share(plan, comm, rows, positions, valid, tuple(later), own.others, known.places, own.home, source)

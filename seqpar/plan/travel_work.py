@@ -48,7 +48,7 @@ class LayerWork(NamedTuple):
         row = -(-row // RATES[kind])
         if channels:
             return cls(heads, groups, width, row, -(-row // CHUNK))
-        return cls(heads, groups, width, row, row * (values + dim) // (2 * values) if beta else row // 2)
+        return cls(heads, groups, width, row, row * (values + dim) // (2 * max(values, 1)) if beta else row // 2)
 
     @property
     def blocks(self) -> list[int]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import seqpar
 from seqpar import Layout, Mask, Plan
 from seqpar.comm import Comm, LocalComm
-from seqpar.data import back, prefetch, share
+from seqpar.data import back, micro_batches, prefetch, share
 from seqpar.testing import run_threads
 from tests.advice.remedies import advised
 from tests.data.cases import IGNORE, ring
@@ -35,6 +37,15 @@ def test_documents_that_a_mask_numbers_are_given_as_positions() -> None:
     assert lengths == [4, 2, 2, 4] and torch.equal(home, IDS)
     lengths, home = shared({"input_ids": PACKED, "cu_seqlens": [0, 4, 6, 8, 12]})
     assert lengths == [4, 2, 2, 4] and torch.equal(home, PACKED)
+
+
+def test_micro_batches_are_planned_by_plan_step() -> None:
+    hardware = seqpar.Hardware.of("h100")
+    with advised(ValueError, "give seqpar.plan_step, or a function like it"):
+        micro_batches({"input_ids": IDS}, LocalComm(), plan=partial(seqpar.plan_batch, hardware=hardware))
+    for plan in (seqpar.plan_step, partial(seqpar.plan_step, hardware=hardware)):
+        shares = micro_batches({"input_ids": IDS}, LocalComm(), plan=plan)
+        assert torch.equal(sum(back(s, s.tensors["input_ids"]) for s in shares), IDS)  # type: ignore[arg-type]
 
 
 def test_positions_that_restart_go_without_a_mask_or_with_cu_seqlens() -> None:

@@ -98,6 +98,7 @@ def test_gradients_of_steps_add_up() -> None:
     [
         (lambda lengths, ranks: [], "each of 4 documents in one micro-batch"),
         (lambda lengths, ranks: [ring(lengths, ranks)], "plan must return micro-batches"),
+        (ring, "plan must return micro-batches, got Plan.*; give seqpar.plan_step"),
         (lambda lengths, ranks: dealt(2, lengths, ranks)[:1], "each of 4 documents in one micro-batch"),
         (lambda lengths, ranks: dealt(2, lengths, ranks) * 2, "each of 4 documents in one micro-batch"),
         (
@@ -109,7 +110,7 @@ def test_gradients_of_steps_add_up() -> None:
             "plan must return a Plan of the documents",
         ),
     ],
-    ids=["none", "a plan", "left out", "twice", "descending", "other documents"],
+    ids=["none", "plans", "a plan", "left out", "twice", "descending", "other documents"],
 )
 def test_steps_that_do_not_serve_are_refused(deal: Any, message: str) -> None:
     def call(comm: Comm) -> None:

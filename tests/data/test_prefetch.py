@@ -105,7 +105,7 @@ def test_what_a_loader_raises_comes_in_its_turn_on_every_rank() -> None:
     assert [count for count, _ in results] == [2, 2, 2]
     assert isinstance(results[1][1], OSError)
     for rank in (0, 2):
-        assert "rank 1 refused its arguments: OSError: no such shard" in str(results[rank][1])
+        assert "rank 1 got no batch from its loader: OSError: no such shard" in str(results[rank][1])
     assert threads() == []
 
 
@@ -117,7 +117,7 @@ def test_a_loader_that_cannot_begin_is_told_to_all() -> None:
 
     first, second = run_threads(2, call)
     assert second.startswith("TypeError: 'int' object is not iterable")
-    assert "rank 1 refused its arguments: TypeError" in first
+    assert "rank 1 got no batch from its loader: TypeError" in first
 
 
 def test_the_next_plan_is_made_while_a_share_is_computed() -> None:

@@ -263,3 +263,22 @@ def test_gradients_come_to_a_rank_whose_batch_is_empty(empty: Any) -> None:
     assert [several for several, _ in found] == [True, bool(empty) and isinstance(empty["input_ids"], list)]
     assert all(torch.equal(grad, torch.full_like(grad, 2)) for _, grad in found)
     assert sum(len(grad) for _, grad in found) == 5
+
+
+@pytest.mark.parametrize("source", ["sharded", "replicated"])
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_move_under_autocast_as_they_are(dtype: torch.dtype, rows: torch.dtype, source: str) -> None:
+    def rank(comm: Comm) -> tuple[bool, Tensor]:
+        given = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0)).to(rows).requires_grad_()
+        with torch.autocast("cpu", dtype):
+            s = share({"inputs_embeds": given}, comm, source=source, plan=ring)
+            home = back(s, s.tensors["inputs_embeds"])
+        home.sum().backward()  # type: ignore[union-attr]
+        return torch.equal(home, given), given.grad  # type: ignore[arg-type, return-value]
+
+    results = run_threads(2, rank)
+    assert all(same for same, _ in results)
+    grads = [grad for _, grad in results]
+    total = grads[0] if source == "sharded" else sum(grads) / 2
+    assert torch.equal(total, torch.ones_like(total))

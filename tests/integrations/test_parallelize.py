@@ -221,11 +221,11 @@ def evaluated(kind: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     if kind == "sdpa":
         return Attending(), {"sdpa": True, "plan": ROWS}, {"x": torch.ones(1, 4, 8)}
     if kind == "stages":
-        return latte(), {}, clip(1)
+        return latte(), {}, clip()
     if kind == "diffusers":
         model, arguments = flux()
         return model.double(), {}, arguments
-    return build("llama"), {}, batches("right", 1)[0]
+    return build("llama"), {"source": "replicated"}, batches("right", 1)[0]
 
 
 @pytest.mark.parametrize("kind", ["transformers", "diffusers", "sdpa", "stages"])

@@ -21,7 +21,8 @@ from seqpar.data.rows import MASK, POSITIONS, STARTS
 from seqpar.integrations.hf.heads import pad_of
 
 COLUMNS, BY_TOKENS, BY_WORDS = "columns", "tokens", "words"
-COUNTED = "counted_positions"  # an entry of a batch: positions that do not say where documents begin
+# an entry of a batch, as messages name it: positions that do not say where documents begin
+COUNTED = "position_ids (which the model counts where none are given)"
 
 
 def counts(counting: str, batch: Mapping[str, Any]) -> bool:

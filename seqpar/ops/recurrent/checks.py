@@ -88,7 +88,7 @@ def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
     some = own.numel() and (rates is None or rates.numel())
     if some and _looks_at(decay, plan, comm):
         ends = [own.new_ones(())] if rates is None else torch.aminmax(rates, dim=1)
-        worst = float(torch.stack([d * r for d in torch.aminmax(own, dim=0) for r in ends]).max())
+        worst = max(float((d * r).max()) for d in torch.aminmax(own, dim=0) for r in ends)
         if worst > 0:
             raise ValueError(
                 f"{name}: decay, times rates, holds logarithms at or below 0, got {worst}; give log(factor)"

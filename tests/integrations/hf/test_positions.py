@@ -266,3 +266,21 @@ def test_a_rotary_embedding_by_itself_is_told_what_it_lacks() -> None:
             model.model.rotary_emb(torch.randn(1, 5, 32), at)
         with handle.local():
             assert model.model.rotary_emb(torch.randn(1, 5, 32), at)[0].shape == (1, 5, 8)
+
+
+def test_positions_that_one_rank_alone_gives_are_named_as_the_entry_of_a_batch() -> None:
+    model = build(COUNTING["opt"])
+    ids = torch.arange(3, 9)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def rank(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        seqpar.parallelize(own, comm)
+        more = {"position_ids": torch.arange(6)[None]} if comm.rank else {}
+        with pytest.raises(ValueError) as error:
+            own(**given, **more)
+        return str(error.value)
+
+    for told in run_threads(2, rank):
+        assert "share: position_ids (which the model counts where none are given) is " in told
+        assert "missing on rank 1" in told and "counted_positions" not in told

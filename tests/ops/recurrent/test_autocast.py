@@ -101,3 +101,16 @@ def test_graphs_cast_too() -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for graph, eager in zip(compiled(x, weight, *rows), layer(x, weight, *rows), strict=True):
         assert graph.dtype == torch.bfloat16 and torch.equal(graph, eager)
+
+
+@pytest.mark.parametrize("rates", [False, True])
+@pytest.mark.parametrize("rows", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scan_casts_nothing(dtype: torch.dtype, rows: torch.dtype, rates: bool) -> None:
+    plan, g = Plan(Mask([9]), seqpar.Layout.contiguous(9, 1)), torch.Generator().manual_seed(0)
+    x, options = torch.randn(9, 4, generator=g).to(rows), {"rates": torch.ones(4, 2).to(rows)} if rates else {}
+    expected = recurrent.channel_scan(x, -x.abs(), plan, LocalComm(), **options)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(recurrent.channel_scan(x, -x.abs(), plan, LocalComm(), **options), expected)
+        with pytest.raises(ValueError, match="logarithms at or below 0"):
+            recurrent.channel_scan(x, x.abs(), Plan(Mask([9]), plan.layout), LocalComm(), **options)

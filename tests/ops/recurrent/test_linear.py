@@ -418,3 +418,20 @@ def test_decays_of_a_plans_first_layer_are_checked_without_a_check_of_every_call
         assert recurrent.channel_scan(x, decay, plan, comm).isfinite().all()
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kernel", ["auto", "native", "chunked", "reference"])
+def test_no_values_of_a_delta_rule(kernel: str, ranks: int) -> None:
+    plan = plan_of("zigzag", (9,), ranks)
+
+    def rank(comm: Comm) -> bool:
+        n = plan.rows(comm.rank)
+        q, beta = torch.ones(n, 1, 3, requires_grad=True), torch.ones(n, 1, requires_grad=True)
+        out = recurrent.linear_attention(
+            q, q, torch.ones(n, 2, 0), plan, comm, beta=torch.cat([beta, beta], 1), kernel=kernel
+        )
+        out.sum().backward()
+        return out.shape == (n, 2, 0) and not q.grad.any() and not beta.grad.any()  # type: ignore[union-attr]
+
+    assert all(run_threads(ranks, rank))
