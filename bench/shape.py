@@ -169,7 +169,7 @@ def of_model(comm: Any, model: Any) -> dict[str, list[str]]:
 
 
 def traced() -> dict[str, list[str]]:
-    """`of_rank` of rank 0 of two processes, and `of_model` of two threads together, as they share what is cached."""
+    """`of_rank` of rank 0 of two processes, and `of_model` of two threads together, which share caches."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from seqpar.testing import run_processes, run_threads

@@ -145,8 +145,9 @@ def surround(plan: Plan, comm: Comm, *, seed: int | None = None, idle: bool = Tr
         if unused and (next_node() > block.first or not is_grad_enabled()):
             raise RuntimeError(
                 "parallel: nothing in this block used its plan, so that PyTorch's operations saw this rank's rows "
-                "alone; call a model made parallel by seqpar.parallelize(model, comm, sdpa=True), the whole model and "
-                "not its parts, or enter seqpar.sdpa(plan, comm) around the call"
+                "alone; call a model made parallel by seqpar.parallelize(model, comm, sdpa=True), for one of "
+                "transformers without sdpa=True, the whole model and not its parts, or enter seqpar.sdpa(plan, comm) "
+                "around the call"
             )
     except BaseException:
         _left.add(comm)

@@ -20,20 +20,16 @@ fp64 as one process does.
 | column | the way in |
 |---|---|
 | `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches, documents cut between ranks |
-| in place | the same with `in_place=True`, which keeps the model's own `attn_implementation` |
-| `sdpa` | `sdpa=True`, or a `with seqpar.sdpa(plan, comm):` block: [plain PyTorch](pytorch.md) |
 | registered | `attn_implementation="seqpar"` and [rows of your own](transformers.md#your-own-rows) |
 
-*packed* means packed batches only.
-*whole runs* means layouts that give a rank consecutive rows, such as `Layout.contiguous`: transformers builds a mask of
-its own where positions jump. *refused* under `sdpa` mostly stands beside *exact* under `parallelize`, which is the way
-in for these models. A dash means that transformers does not offer this way for the model, or that the way has nothing
+*packed* means packed batches only. *whole runs* means layouts that give a rank consecutive rows, such as
+`Layout.contiguous`. A dash means that transformers does not offer this way for the model, or that the way has nothing
 to share out: encoder-decoders, vision, audio and classifiers of sequences have no row for every token.
 
 What was not tried:
 
 - **Sound, and images by other ways in.** Vision-language models got images on one of the ranks under `parallelize`, and
-  text alone under `sdpa` and registered, which take rows of tokens.
+  text alone under registered, which takes rows of tokens.
 - **Everything large.** Each model has few layers, 32 features and fewer than 30 tokens, on {ranks} ranks on a CPU;
   other tests vary ranks, lengths and masks. Pretrained weights, bf16 and GPUs are not in the table.
 - **The other model types.** They meet the same checks when `parallelize` is called, by config, by modules and by a
@@ -67,8 +63,8 @@ def page(record: Mapping[str, Any]) -> str:
     )  # fmt: skip
     for group in dict.fromkeys(row["group"] for row in rows.values()):
         text += f"\n## {NAMES[group]}\n\n"
-        text += "| model | `parallelize` | in place | `sdpa` | registered | why `parallelize` refuses |\n"
-        text += "|---|---|---|---|---|---|\n"
+        text += "| model | `parallelize` | registered | why `parallelize` refuses |\n"
+        text += "|---|---|---|---|\n"
         for name, row in rows.items():
             if row["group"] == group:
                 text += f"| {name} | {' | '.join(_cells(row['float64']))} |\n"
@@ -76,8 +72,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def _cells(said: Mapping[str, str]) -> list[str]:
-    ways = [_parallel(said), _kind(said.get("in place")), _laid_out(said, "sdpa"), _laid_out(said, "registered")]
-    return [*ways, _why(said["padded"])]
+    return [_parallel(said), _laid_out(said, "registered"), _why(said["padded"])]
 
 
 def _parallel(said: Mapping[str, str]) -> str:

@@ -19,8 +19,6 @@ from tests.advice.remedies import advised
 transformers = pytest.importorskip("transformers")
 
 from tests.integrations.hf.models import batches, build  # noqa: E402
-from tests.integrations.hf.sdpa_models import SIZES, TOKENS, Own, logits, zigzag  # noqa: E402
-from tests.integrations.hf.sdpa_models import build as built  # noqa: E402
 
 BATCH = batches("right", 1)[0]
 ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[None]}
@@ -72,24 +70,15 @@ def test_a_model_of_zeros_is_loaded_or_initialised_first(way: str) -> None:
         assert float(model(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
 
 
+TOKENS = 40
 TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-
-
-def test_a_balance_loss_of_one_rank_is_not_asked_for() -> None:
-    model = built("Mixtral", {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True})
-    with advised(NotImplementedError, "set it to False"):
-        run_threads(1, logits, model, "parallelize")
-    model.config.output_router_logits = False
-    at = torch.arange(TOKENS)[None]
-    with torch.no_grad():
-        expected = model(input_ids=at * 7 % SIZES["vocab_size"], position_ids=at).logits
-    assert torch.allclose(torch.cat(run_threads(1, logits, model, "parallelize"), 1), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", ["call", "config"])
 def test_keywords_that_attention_does_not_know_are_left_out(given: str) -> None:
-    model = built(
-        "Mixtral", {"num_local_experts": 4, "sliding_window": None, "output_router_logits": given == "config"}
+    sizes = TINY | {"num_key_value_heads": 1, "num_local_experts": 4}
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, sliding_window=None, output_router_logits=given == "config")
     )
     model.set_attn_implementation("seqpar")
     more: dict[str, Any] = {"scores_added": torch.ones(1)} if given == "call" else {}
@@ -105,17 +94,6 @@ def test_keywords_that_attention_does_not_know_are_left_out(given: str) -> None:
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         assert torch.allclose(out, model(**ROW, use_cache=False).logits, atol=1e-4)
-
-
-def test_a_model_that_calls_pytorchs_attention_is_given_rows() -> None:
-    model = Own(transformers.LlamaConfig(**SIZES))
-    with advised(NotImplementedError, "give sdpa=True and this rank's rows, as its attention is PyTorch's"):
-        seqpar.parallelize(model, LocalComm())
-    at = torch.arange(TOKENS)[None]
-    with torch.no_grad():
-        expected = model(at * 7 % SIZES["vocab_size"], at).logits
-        found = torch.cat(run_threads(2, logits, model, "parallelize"), 1)
-    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_a_model_is_made_without_its_pooler() -> None:
@@ -203,26 +181,40 @@ def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
         torch.testing.assert_close(total, grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["block", "parallelize"])
-def test_a_mask_of_one_process_is_given_as_rows_over_all_keys(way: str) -> None:
-    """Positions of a zigzag layout jump on the first rank alone."""
-    model, plan = built("Llama", {}), zigzag(2)
+class Masked(nn.Module):
+    """Attention under a mask [rows, keys] that it is given, else one of the rows that it gets."""
 
-    def refused(comm: Comm) -> None:
-        with advised(
-            ValueError,
-            "give the model this rank's rows of one process's mask over all keys, seqpar.shard(mask, plan, rank), for "
-            "transformers as attention_mask [1, 1, rows, keys]",
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.tokens = nn.Embedding(TOKENS, 16)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = self.tokens(ids).unflatten(-1, (2, 8)).transpose(0, 1)
+        mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril() if mask is None else mask
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(0, 1)
+
+
+def test_a_mask_of_one_process_is_given_as_rows_over_all_keys() -> None:
+    model, plan, ids = Masked(), Plan(Mask([TOKENS]), Layout.zigzag([TOKENS], 2)), torch.arange(TOKENS)
+    whole = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+    def rank(comm: Comm) -> Tensor:
+        rows = seqpar.shard(ids, plan, comm.rank)
+        own = copy.deepcopy(model)
+        seqpar.parallelize(own, comm, sdpa=True, plan=plan)
+        with (
+            advised(
+                ValueError,
+                "give the model this rank's rows of one process's mask over all keys, seqpar.shard(mask, plan, rank)",
+            ),
+            torch.no_grad(),
         ):
-            logits(comm, model, way, plan)
+            own(rows)
+        return seqpar.unshard(own(rows, seqpar.shard(whole, plan, comm.rank)), plan, comm)
 
-    run_threads(2, refused)
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    with torch.no_grad():
-        expected = model(torch.arange(TOKENS)[None] * 7 % SIZES["vocab_size"], use_cache=False).logits
-        for number, found in enumerate(run_threads(2, logits, model, way, plan, mask)):
-            whole = seqpar.shard(expected[0], plan, number)
-            assert torch.allclose(found[0], whole, atol=2e-5 * float(expected.abs().max()))
+    for found in run_threads(2, rank):
+        assert torch.allclose(found, model(ids), atol=1e-6)
 
 
 class Counted(nn.Module):
@@ -241,7 +233,7 @@ class Counted(nn.Module):
 
 def test_a_model_that_counts_positions_takes_them_as_an_argument() -> None:
     model, ids = Counted(), torch.arange(TOKENS)
-    plan = zigzag(2)
+    plan = Plan(Mask([TOKENS]), Layout.zigzag([TOKENS], 2))
 
     def rank(comm: Comm, positions: Callable[[int], Any]) -> Tensor:
         own, rows = copy.deepcopy(model), seqpar.shard(ids, plan, comm.rank)

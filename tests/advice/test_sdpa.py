@@ -228,8 +228,7 @@ def test_a_mask_is_a_shard_of_that_of_one_process_or_left_to_is_causal() -> None
         on_two_ranks(lambda comm, rows: attended(rows, attn_mask=TRIANGLE[:4, :5]))
     with advised(
         ValueError,
-        "give the model this rank's rows of one process's mask over all keys, seqpar.shard(mask, plan, rank), for "
-        "transformers as attention_mask [1, 1, rows, keys]",
+        "give the model this rank's rows of one process's mask over all keys, seqpar.shard(mask, plan, rank)",
     ):
         on_two_ranks(lambda comm, rows: attended(rows, attn_mask=TRIANGLE[:4, :4]))
     sharing = on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm)))

@@ -61,41 +61,32 @@ def is_right(model: nn.Module, **more: Any) -> bool:
     return loss_of(model, **more) == pytest.approx(LOSS, rel=1e-5)
 
 
-def test_windows_are_known_without_sdpa() -> None:
+def test_a_transformers_model_is_parallel_without_sdpa_or_registered() -> None:
     model = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8)).train()
     documents = [torch.arange(1, 13)[None], torch.arange(13, 1, -1)[None]]
     expected = sum(float(model(input_ids=each, labels=each).loss) for each in documents) / 2
+    alone = model(input_ids=documents[0]).logits[0]
     plan = Plan(Mask([12]), Layout.contiguous(12, 2))
 
     def rank(comm: Comm) -> float:
         own, at = copy.deepcopy(model), torch.from_numpy(plan.rope_positions(comm.rank))[None]
-        with (
-            seqpar.parallelize(own, comm, sdpa=True, plan=plan),
-            advised(NotImplementedError, "leave out sdpa=True, as parallelize alone knows the windows of the model"),
-        ):
-            own(input_ids=at + 1, position_ids=at, use_cache=False)
+        rows = {"input_ids": at + 1, "position_ids": at, "use_cache": False}
+        for whole in (own, nn.Sequential(own)):
+            with advised(
+                NotImplementedError,
+                "give it to seqpar.parallelize(model, comm) without sdpa=True, or load it with "
+                "attn_implementation='seqpar' and call it inside seqpar.parallel(plan, comm)",
+            ):
+                seqpar.parallelize(whole, comm, sdpa=True, plan=plan)
+        with pytest.raises(NotImplementedError, match="without sdpa=True"), seqpar.sdpa(plan, comm):
+            own(**rows)
+        own.set_attn_implementation("seqpar")
+        with seqpar.parallel(plan, comm):
+            assert torch.allclose(seqpar.unshard(own(**rows).logits[0], plan, comm), alone, atol=1e-4)
         with seqpar.parallelize(own, comm):
             return float(own(input_ids=documents[comm.rank], labels=documents[comm.rank]).loss)
 
     assert run_threads(2, rank) == pytest.approx([expected] * 2, rel=1e-5)
-
-
-def test_models_get_configs_of_their_own() -> None:
-    config = copy.deepcopy(build("llama").config)
-
-    def made(config: Any, attention: str) -> nn.Module:
-        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention)
-        model.load_state_dict(build("llama").state_dict())
-        return model
-
-    model, reference = made(config, "seqpar"), made(config, "eager")
-    expected = reference(**ROW).logits
-    with seqpar.parallel(PLAN, LocalComm()):
-        with advised(ValueError, "give each model a copy.deepcopy(config) of its own"):
-            model(**ROW)
-        model, reference = made(copy.deepcopy(config), "seqpar"), made(copy.deepcopy(config), "eager")
-        torch.testing.assert_close(model(**ROW).logits, expected)
-        assert torch.equal(reference(**ROW).logits, expected)
 
 
 def test_a_registered_model_is_made_parallel_or_given_rows_and_a_plan() -> None:
@@ -213,38 +204,6 @@ def test_a_padding_mask_is_left_out_or_made_documents() -> None:
     assert torch.allclose(out[:, :9], expected[:, :9], atol=1e-4)
 
 
-def test_a_model_that_never_asks_for_the_registered_attention_gets_whole_documents() -> None:
-    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
-    plan = Plan(Mask([12]), Layout.contiguous(12, 2))
-
-    def loaded(attention: str) -> nn.Module:
-        return transformers.MambaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=attention).eval()
-
-    model = loaded("seqpar")
-
-    def refused(comm: Comm) -> bool:
-        with (
-            advised(
-                NotImplementedError,
-                "load it with attn_implementation='eager' and give each rank whole documents of its own, outside of "
-                "seqpar.parallel",
-            ),
-            seqpar.parallel(plan, comm),
-        ):
-            copy.deepcopy(model)(input_ids=seqpar.shard(ROW["input_ids"], plan, comm.rank, dim=1))
-        return True
-
-    assert all(run_threads(2, refused))
-    eager = loaded("eager")
-    eager.load_state_dict(model.state_dict())
-    expected = model(ROW["input_ids"]).logits
-
-    def whole(comm: Comm) -> bool:
-        return torch.equal(copy.deepcopy(eager)(input_ids=ROW["input_ids"]).logits, expected)
-
-    assert all(run_threads(2, whole))
-
-
 def test_attention_without_a_layer_index_has_no_dropout() -> None:
     model = llama("seqpar")
     for layer in model.model.layers:
@@ -259,28 +218,6 @@ def test_attention_without_a_layer_index_has_no_dropout() -> None:
         layer.self_attn.attention_dropout = 0.0
     with seqpar.parallel(PLAN, LocalComm()):
         assert torch.allclose(model(**ROW, use_cache=False).logits, llama()(**ROW).logits, atol=1e-4)
-
-
-def test_layers_of_a_model_in_place_are_called_by_it_or_locally() -> None:
-    model = llama("sdpa")
-    hidden = torch.randn(1, 12, SIZES["hidden_size"])
-    rotary = model.model.rotary_emb(hidden, ROW["position_ids"])
-    layer = model.model.layers[0]
-    expected = layer(hidden, position_embeddings=rotary)
-    with seqpar.parallelize(model, LocalComm(), in_place=True) as handle:
-        with advised(RuntimeError, "call the model itself, or work inside handle.local()"):
-            layer(hidden, position_embeddings=rotary)
-        assert is_right(model)
-        with handle.local():
-            assert torch.equal(layer(hidden, position_embeddings=rotary), expected)
-
-
-def test_eager_models_are_loaded_with_sdpa_to_be_parallel_in_place() -> None:
-    with advised(ValueError, "load with 'sdpa'"):
-        seqpar.parallelize(llama("eager"), LocalComm(), in_place=True)
-    model = llama("sdpa")
-    with seqpar.parallelize(model, LocalComm(), in_place=True):
-        assert is_right(model)
 
 
 def generated(comm: Comm) -> bool:
@@ -663,24 +600,6 @@ def test_backward_through_checkpoints_goes_before_undo_and_outside_local(way: st
     whole = one_process(llama(), batches("right", 2), True)
     total = torch.stack(run_threads(2, trained, False)).sum(0)
     torch.testing.assert_close(total, whole.grads["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("way", ["made", "told"])
-def test_a_model_that_cannot_use_the_name_is_made_parallel_without_it(way: str) -> None:
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
-    config = transformers.GPTNeoConfig(vocab_size=VOCABULARY, max_position_embeddings=32, window_size=5, **sizes)
-    torch.manual_seed(0)
-    model = transformers.GPTNeoForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
-    with advised(
-        NotImplementedError, "leave the name out and give the model to seqpar.parallelize, which knows some such models"
-    ):
-        if way == "told":
-            model.set_attn_implementation("seqpar")
-        else:
-            transformers.GPTNeoForCausalLM._from_config(copy.deepcopy(config), attn_implementation="seqpar")
-    expected = loss_of(model)
-    with seqpar.parallelize(model, LocalComm()):
-        assert loss_of(model) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama4_text", "phimoe"])

@@ -200,27 +200,23 @@ def _loss(rows: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(rows, ids % rows.shape[-1], reduction="sum") / TOKENS
 
 
-def by_rows(comm: Comm, row: Architecture, model: nn.Module, layout: str, *, sdpa: bool) -> Outcome:
-    """By ``parallelize(sdpa=True)`` or ``attn_implementation="seqpar"``: this rank's rows with their positions."""
+def by_rows(comm: Comm, row: Architecture, model: nn.Module, layout: str) -> Outcome:
+    """By ``attn_implementation="seqpar"``: this rank's rows with their positions."""
     own = copy.deepcopy(model)
     causal = row.group != "encoder" or row.kind in ("llama", "qwen3")
     mask = Mask([TOKENS], causal=causal)
     plan = Plan(mask, Layout.zigzag([TOKENS], RANKS) if layout == "zigzag" else Layout.contiguous(TOKENS, RANKS))
     at = torch.from_numpy(plan.layout.positions(comm.rank))
     given = {"input_ids": IDS[:, at], "position_ids": at[None] + (row.positions or 0)} | _uncached(own)
-    if sdpa:
-        with seqpar.parallelize(own, comm, sdpa=True, plan=plan):
-            return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]))
     with seqpar.parallel(plan, comm):
         return outcome(own, _loss(_rows(own(**given))[0], IDS[0, at]))
 
 
-BATCHES = ("padded", "packed", "in place")
-ROWS = ("sdpa", "sdpa zigzag", "registered", "registered zigzag")
+BATCHES = ("padded", "packed")
+ROWS = ("registered", "registered zigzag")
 LOADED = {
     "padded": "eager",
     "packed": "eager",
-    "in place": "sdpa",
     "registered": "seqpar",
     "registered zigzag": "seqpar",
 }
@@ -231,7 +227,7 @@ BATCHES_ONLY = {"audio", "vision", "encoder-decoder"}
 def ways(row: Architecture) -> tuple[str, ...]:
     """The ways in that mean something for an architecture."""
     if row.head == CLASSES:  # a row has one label, and no documents
-        return "padded", "in place"
+        return ("padded",)
     return BATCHES if row.group in BATCHES_ONLY else BATCHES + ROWS
 
 
@@ -263,8 +259,8 @@ def verdict(row: Architecture, way: str, dtype: torch.dtype = torch.float64) -> 
     def call(comm: Comm) -> Outcome:
         with islands(dtype):
             if way in BATCHES:
-                return parallelized(comm, row, model, every, in_place=way == "in place")
-            return by_rows(comm, row, model, layout, sdpa=way.startswith("sdpa"))
+                return parallelized(comm, row, model, every)
+            return by_rows(comm, row, model, layout)
 
     def whole(dtype: torch.dtype) -> Outcome:
         with islands(dtype):

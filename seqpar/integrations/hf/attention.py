@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.integrations.hf.config import ASKED, mixing_layers, unserved_attention
+from seqpar.integrations.hf.config import ASKED, mixing_layers, slices_masks, unserved_attention
 from seqpar.integrations.hf.forward import Forward, current, dropped, inside, note_caller
 from seqpar.integrations.hf.mask import Rule, Unmade, blocks_of, rule_of
 from seqpar.ops import attention, bind
@@ -35,14 +35,6 @@ NUMERICS = "_seqpar_numerics"  # an attribute of the modules of a parallel model
 
 class OwnMask(NotImplementedError):
     """A layer of attention got a mask that transformers.masking_utils did not make."""
-
-
-EDITED = "its attention edits its mask, which is the handle of a plan here"
-
-
-def edits_mask(error: Exception) -> bool:
-    """Whether an error is of a model that indexes its mask."""
-    return isinstance(error, IndexError) and "tensor of dimension 0" in str(error)
 
 
 # Keywords that layers pass to attention functions, which ignore them or find them in the mask.
@@ -64,6 +56,8 @@ def mask_of(
     **unused: Any,
 ) -> Tensor:
     """The handle of the surrounding plan with the mask that `mask_function` describes: 0-d, from `bind`.
+
+    It is [1, 1, 1, 1] for models that slice their masks.
 
     The arguments are those of transformers' mask functions; its row indices and dtypes are not needed.
 
@@ -116,7 +110,8 @@ def _mask(
             plan = state.blocked(around.plan, rule, ids)
     except Unmade as error:
         return error.with_traceback(None)  # whose frames hold the batch
-    return handle(plan, around.comm, around.seed)
+    made = handle(plan, around.comm, around.seed)
+    return made.view(1, 1, 1, 1) if config is not None and slices_masks(config) else made
 
 
 def left_out(rule: Rule, config: PreTrainedConfig | None) -> Unmade | None:
@@ -163,6 +158,8 @@ def attention_function(
         note_caller(module)
     if isinstance(attention_mask, Unmade):
         raise attention_mask
+    if isinstance(attention_mask, Tensor) and attention_mask.shape == (1, 1, 1, 1):
+        attention_mask = attention_mask.view(())
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         kind = OwnMask if isinstance(attention_mask, Tensor) else NotImplementedError

@@ -18,6 +18,7 @@ STATE = "it carries a state from token to token (a recurrent or state space mode
 HYBRID_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 CROSS = "it has cross-attention (an encoder and a decoder)"
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+EDITED, EDITING = "its attention edits its mask, which is the handle of a plan here", {"doge"}
 ASKED = "output_router_logits"
 OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
@@ -55,6 +56,11 @@ def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return None
 
 
+def slices_masks(config: PreTrainedConfig) -> bool:
+    """Whether a config's model slices its masks [1, 1, rows, keys], as Gemma 4 does before layers that share keys."""
+    return hasattr(_class_of(config), "_maybe_slice_kv_shared_inputs")
+
+
 def unserved_attention(config: PreTrainedConfig) -> list[str]:
     """Why a registered attention function cannot serve a config's model, although transformers accepts the name."""
     reasons = []
@@ -63,6 +69,8 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
         reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         reasons.append(CROSS)
+    if config.model_type in EDITING:
+        reasons.append(EDITED)
     return reasons
 
 
@@ -81,8 +89,6 @@ def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: 
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             reasons.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
-    if getattr(config, ASKED, False) and not shared:
-        reasons.append("output_router_logits=True adds a balance loss of the tokens of one rank; set it to False")
     if getattr(config, "output_attentions", False):
         reasons.append("output_attentions=True asks for weights that no rank computes")
     return reasons

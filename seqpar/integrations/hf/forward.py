@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from seqpar.integrations.hf.mask import Rule, Unmade
 from seqpar.plan import Plan
@@ -27,15 +26,13 @@ class Forward(NamedTuple):
     """State of a forward pass besides the plan. make: returns the plan for a layer's rule.
 
     blocked: the same for a rule with blocks and the number of each row's block; None where blocks are not served.
-    note: before rows are shared, returns what stands for a mask, of its function, the padding mask and a config; text:
-    the config of the model whose masks these are.
+    note: before rows are shared, returns the placeholder of a mask, of its function, the padding mask and a config.
     """
 
     make: Callable[[Plan, Rule], Plan] = planned
     blocked: Callable[[Plan, Rule, Tensor], Plan] | None = None
     padded: bool = False  # whether padding in a two-dimensional mask has been removed already
     note: Callable[[Callable[..., Any], Tensor | None, Any], Any] | None = None
-    text: PreTrainedConfig | None = None
     longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
     masks: Tensor | None = None  # of each row, the share of mask tokens in its row of the batch, where that scales it
     drops: bool = True  # whether attention drops pairs in training

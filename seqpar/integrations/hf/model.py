@@ -49,7 +49,7 @@ from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import COUNTED, counted, counted_pad, counts
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
-from seqpar.integrations.hf.registry import enter, implementation, occupied
+from seqpar.integrations.hf.registry import implementation, register
 from seqpar.integrations.hf.request import (
     COUNT,
     DOCUMENTS,
@@ -104,9 +104,8 @@ class ParallelTransformer(ParallelModel):
     source: "sharded", every rank brings its own batch, or "replicated", all bring the same; of a loss that you compute
     from outputs every rank then sends the whole gradient, so divide it by ``comm.size``. logits: True, they always come
     back; False, they are left out whenever labels are given; None, also in evaluation they come back, unless Trainer
-    evaluates with ``prediction_loss_only=True``. May be changed at any time, equally on all ranks. in_place: keep the
-    name of the model's attention implementation, for models that compare names; transformers' functions of that name
-    then serve parallel models and all others. accuracy, deterministic: as in `seqpar.attention`.
+    evaluates with ``prediction_loss_only=True``. May be changed at any time, equally on all ranks. accuracy,
+    deterministic: as in `seqpar.attention`.
 
     fit: the findings on the model. text: the module whose rows are shared: the model, or the text model inside it.
     entries: those of a batch with a value per token; optional: of these, those that a rank may lack. returned: outputs
@@ -122,7 +121,7 @@ class ParallelTransformer(ParallelModel):
 
     def __init__(
         self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None = None, source: str = "sharded",
-        average_over: int = 1, logits: bool | None = None, in_place: bool = False, accuracy: Accuracy = "exact",
+        average_over: int = 1, logits: bool | None = None, accuracy: Accuracy = "exact",
         deterministic: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(model, comm)
@@ -140,15 +139,14 @@ class ParallelTransformer(ParallelModel):
         self._rules: list[Rule] = []  # of the masks in the last forward
         self._seed = comm.gather(f"parallelize({type(model).__name__})", torch.initial_seed())[0]
         self._before = self.text.config._attn_implementation
-        self._name = self._before if in_place else KEY
         try:
             with agreement("parallelize", comm, every=True) as call:
                 numerics = Numerics.checked(accuracy, deterministic)
                 refuse_unready(model)
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
-                self._undone.callback(enter(self._before) if in_place else enter(KEY))
-                self._configs = OwnConfigs(model, self.text, self._name)
+                register()  # it may have been undone
+                self._configs = OwnConfigs(model, self.text, KEY)
                 self._undone.callback(self._configs.undo)
                 if numerics != Numerics():
                     for module in model.modules():
@@ -161,7 +159,7 @@ class ParallelTransformer(ParallelModel):
                         raise error
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
-                    "in_place": in_place, "lengths that rotary embeddings have met": lengths_kept(lengthy(model)),
+                    "lengths that rotary embeddings have met": lengths_kept(lengthy(model)),
                     **numerics._asdict(),
                 }  # fmt: skip
         except BaseException:
@@ -169,7 +167,7 @@ class ParallelTransformer(ParallelModel):
             raise
         for module, number in numbered(model, self.fit.callers, self.fit.calls).items():
             self._undone.enter_context(replaced(module, {LAYER: number}))
-        self._afterwards = Afterwards(model, self._name, self.fit.calls)
+        self._afterwards = Afterwards(model, KEY, self.fit.calls)
         self._pad = counted_pad(model)
         self._tried = frozenset(acting(adapted(model)))
         self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
@@ -184,8 +182,6 @@ class ParallelTransformer(ParallelModel):
             self._plans = Plans(lambda lengths, ranks, *_: plan(lengths, ranks), None)
         self._loop = Loop(model, comm, average_over=average_over)
         self._undone.callback(self._loop.close)
-        if in_place:
-            self._undone.enter_context(occupied(self.text))
         self._install()
         ask_trainer()
         self._afterwards.note_waypoints(self.fit.callers)

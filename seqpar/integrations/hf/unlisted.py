@@ -27,7 +27,6 @@ from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_functi
 from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
-from seqpar.integrations.hf.registry import CUT, uncut
 from seqpar.integrations.hf.token_dropout import dropping_tokens, scaled
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
@@ -201,7 +200,6 @@ CLASSES: dict[str, Written] = {
     "Llama4TextDecoderLayer": Written("forward", llama4_layer, serves=lambda layer: _tuned(layer.self_attn)),
 }
 MIXER = Written("forward", mix)
-WHOLE = Written(CUT, uncut)
 SCALED = Written("forward", scaled)
 
 
@@ -213,9 +211,8 @@ def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
 
 def rewritten(model: nn.Module) -> list[tuple[nn.Module, Written]]:
     """The modules of a model that seqpar computes itself, wholly or in part, and what replaces a method of each."""
-    cutting = (module for module in model.modules() if hasattr(module, CUT))
-    others = *((module, WHOLE) for module in cutting), *((module, SCALED) for module in dropping_tokens(model))
-    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model), *others]
+    dropping = ((module, SCALED) for module in dropping_tokens(model))
+    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model), *dropping]
 
 
 def sees_places(model: nn.Module) -> bool:

@@ -140,7 +140,7 @@ class ParallelVision(ParallelTransformer):
         hidden: list[Tensor] | None = [] if chunked else None
         self._hidden, kept, self._bringing = hidden, self._hidden, bringing
         try:
-            with during(Forward(note=bringing.note, text=self.text.config)):
+            with during(Forward(note=bringing.note)):
                 out = before(**own)
             if bringing.own is None:
                 raise NotImplementedError(f"{type(module).__name__} did not call its {type(self.text).__name__}")

@@ -29,9 +29,7 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.foreign.asleep import awakened
 from seqpar.foreign.code import Code, KnownCodes, autocast_dtypes
-from seqpar.foreign.fingerprint import leaves
 from seqpar.integrations.probe.compare import Verdict
-from seqpar.integrations.probe.inspection import windows_of
 from seqpar.integrations.probe.rows import Positions
 from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.integrations.probe.trial import READINGS, try_model
@@ -65,15 +63,13 @@ class CallHistory(NamedTuple):
 class ModelHistory:
     """What a comm knows of a model. codes: its code on each rank -> the ways in which it was called since.
 
-    tried: of a model that is tried once for each mode, whether it was training -> `Code.written` then. windows: those
-    of `windows_of`.
+    tried: of a model that is tried once for each mode, whether it was training -> `Code.written` then.
     """
 
     def __init__(self) -> None:
         self.codes: dict[Hashable, dict[Key, CallHistory]] = {}
         self.tried: dict[bool, int] = {}
         self._known = KnownCodes()
-        self.windows: tuple[int, ...] | None = None
 
     def of(self, codes: Sequence[Code]) -> dict[Key, CallHistory]:
         """The ways in which a model of such codes was called, the same on all ranks, which ask for the same codes."""
@@ -91,11 +87,6 @@ _together: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models in whose for
 def history_of(model: nn.Module, comm: Comm) -> ModelHistory:
     """What a comm knows of a model."""
     return _histories.setdefault(comm, weakref.WeakKeyDictionary()).setdefault(model, ModelHistory())
-
-
-def _is_mask(x: Tensor, plan: Plan) -> bool:
-    """Whether a tensor may be a mask [B, heads, rows, keys] of all keys."""
-    return x.dim() == 4 and x.shape[-1] == plan.mask.kv_tokens
 
 
 class ModelCall:
@@ -124,26 +115,6 @@ class ModelCall:
             self.key = model.training
         if self.once:  # ranks of other comms, with other plans and codes, may be in the same forward
             self.sizes, self.known = frozenset({("any", 0)}), self.history.of([])
-
-    def check_windows(self, arguments: Any) -> None:
-        """Raise NotImplementedError on every rank if some has too few rows for the model to make its window's mask.
-
-        Masks over all keys among the arguments of all ranks serve instead. A collective if there are too few rows.
-        """
-        if self.history.windows is None:
-            self.history.windows = windows_of(self.model)
-        plan, kind = self.plan, type(self.model).__name__
-        for window in (size for size in self.history.windows if size < self.longest):
-            fewer = next((rank for rank in range(plan.ranks) if 0 < plan.rows(rank) < window), None)
-            if fewer is None:
-                continue
-            masked = any(isinstance(x, Tensor) and _is_mask(x, plan) for _, x in leaves(arguments))
-            if not all(self.comm.gather(f"sdpa: whether {kind} gets masks", masked)):
-                raise NotImplementedError(
-                    f"sdpa: {kind} attends in windows or chunks of {window} tokens, and transformers makes their mask "
-                    f"for a document of {self.longest} tokens on one process, but not for the {plan.rows(fewer)} rows "
-                    f"of rank {fewer}; leave out sdpa=True, as parallelize alone knows the windows of the model"
-                )
 
     def is_new(self) -> bool:
         """Whether no call like it has been tried."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -14,12 +13,6 @@ OVER_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
 )  # fmt: skip
 SEES = "it has modules that see other tokens"
-# in a config the size of windows and the layers with them, their mask's function, and tokens seen beside that size
-WINDOWS = (
-    ("sliding_window", "sliding_attention", "sliding_window_causal_mask", 0),
-    ("sliding_window", "sliding_attention", "bidirectional_sliding_window_mask", 1),
-    ("attention_chunk_size", "chunked_attention", "chunked_causal_mask", 0),
-)
 OF_CHANNELS = ("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 
 
@@ -29,12 +22,7 @@ def mixing(model: nn.Module) -> list[str]:
     names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
     if names:
         reasons.append(f"{SEES}: {', '.join(names)}")
-    reasons += dropping(model) + renorming(model)
-    for inner in _of_transformers(model):
-        from seqpar.integrations.hf.config import config_refusals
-
-        reasons += [reason for reason in config_refusals(inner) if reason not in reasons]
-    return reasons
+    return reasons + dropping(model) + renorming(model) + of_transformers(model)
 
 
 def _over_tokens(module: nn.Module) -> bool:
@@ -64,30 +52,15 @@ def renorming(model: nn.Module) -> list[str]:
     )
 
 
-def windows_of(model: nn.Module) -> tuple[int, ...]:
-    """The most tokens of a document that the windows and chunks of transformers models leave whole, ascending.
-
-    For more, such a model makes a mask, unless it gets fewer rows. Which masks it makes is known by the functions that
-    its code imports.
-    """
-    base, found = getattr(sys.modules.get("transformers"), "PreTrainedModel", ()), set[int]()
-    for inner in (module for module in model.modules() if isinstance(module, base)):
-        makes = [name for name in vars(sys.modules[kind_of(inner).__module__]) if "mask" in name]
-        several = getattr(inner.config, "is_heterogeneous", False)
-        for config in inner.config.per_layer_config if several else [inner.config]:
-            kinds = getattr(config, "layer_types", None)
-            for name, kind, mask, more in WINDOWS:
-                size = getattr(config, name, None)
-                if isinstance(size, int) and (kinds is None or kind in kinds) and any(mask in each for each in makes):
-                    found.add(size + more)
-    return tuple(sorted(found))
-
-
-def _of_transformers(model: nn.Module) -> list[Any]:
-    """The transformers models in a module, without those nested in others."""
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    if base is None:
+def of_transformers(model: nn.Module) -> list[str]:
+    """Reasons: it is a transformers model or has some inside."""
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    inner = next(((name, m) for name, m in model.named_modules() if isinstance(m, base)), None)
+    if inner is None:
         return []
-    if isinstance(model, base):
-        return [model]
-    return [inner for child in model.children() for inner in _of_transformers(child)]
+    name, kind = inner[0], kind_of(inner[1]).__name__
+    return [
+        f"{f'{name} ({kind})' if name else 'it'} is a transformers model, whose masks would be of one rank's rows; "
+        "give it to seqpar.parallelize(model, comm) without sdpa=True, or load it with "
+        "attn_implementation='seqpar' and call it inside seqpar.parallel(plan, comm)"
+    ]

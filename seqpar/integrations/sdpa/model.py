@@ -51,8 +51,8 @@ def parallelize(
 
     Raises: TypeError for a plan that is not a Plan. From the forward: as `sdpa`; RuntimeError without a plan, given or
     surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its
-    attention: here if its modules or config say so, or `seqpar.train.check_model`; in the forward if a trial shows it,
-    or if a transformers model makes the mask of its window for a document but not for a rank's fewer rows.
+    attention, and for one of transformers or with one inside: here if its modules say so, or
+    `seqpar.train.check_model`; in the forward if a trial shows it.
     """
     if not isinstance(plan, (Plan, type(None))):
         raise TypeError(
@@ -157,7 +157,6 @@ class _Forward:
                 inspect.signature(forward).bind(*args, **kwargs)
             told.own = own = code_among(self.comm.size, model.modules())
         call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), told.every, own)
-        call.check_windows((args, kwargs))
         if not call.is_due():
             return call.changed()
         if model.training and (reasons := dropping(model) + renorming(model)):

@@ -294,9 +294,8 @@ class Rerouting(TorchFunctionMode):
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens and not self._one_has_all:
                 seen_pairs(mask)  # a bias has another remedy
                 raise ValueError(
-                    f"sdpa: attn_mask {list(mask.shape)} only covers this rank's own rows, as transformers "
-                    "makes it where positions jump; give the model this rank's rows of one process's mask over all "
-                    "keys, seqpar.shard(mask, plan, rank), for transformers as attention_mask [1, 1, rows, keys]"
+                    f"sdpa: attn_mask {list(mask.shape)} only covers this rank's own rows; give the model this rank's "
+                    "rows of one process's mask over all keys, seqpar.shard(mask, plan, rank)"
                 )
             seed = self._seed_of(dropout_p)
             run_again_inside(self._again(self.calls), self, self.outside)

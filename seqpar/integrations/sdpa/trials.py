@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.foreign.code import Code, code_among, under_autocast
 from seqpar.integrations.probe.calls import CallWay, ModelCall, outermost, way_of
-from seqpar.integrations.probe.inspection import SEES, dropping, renorming
+from seqpar.integrations.probe.inspection import SEES, dropping, of_transformers, renorming
 from seqpar.plan import Plan
 from seqpar.train import check_model
 
@@ -76,8 +75,6 @@ class ModelsInside:
             codes, first = [code for code, _ in found], True
             for way, (args, kwargs) in use.ways.items():
                 calls = [ModelCall(use.model, self.plan, self.comm, each, codes, use.code) for each in (None, way)]
-                if first:
-                    calls[0].check_windows((args, kwargs))
                 calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
                 first, due = False, [call for call in calls if call.is_due()]
                 if due:
@@ -97,7 +94,10 @@ class ModelsInside:
         model = call.model
         if call.shared:
             check_model(model)
-            if model.training and (reasons := dropping(model) + renorming(model)):
+            reasons = of_transformers(model)
+            if model.training:
+                reasons += dropping(model) + renorming(model)
+            if reasons:
                 raise refused(model, reasons)
         verdict = call.tried(model, args, kwargs, self.block, alike=alike)
         if why := call.untried(verdict):
@@ -120,31 +120,9 @@ def refused(model: nn.Module, reasons: list[str]) -> NotImplementedError:
     return NotImplementedError(told)
 
 
-class _Untried(threading.local):
-    """What this thread has told of models whose trials show nothing, while a block of `untried` collects it."""
-
-    told: list[str] | None = None
-
-
-_untried = _Untried()
-
-
-@contextmanager
-def untried() -> Iterator[list[str]]:
-    """A block that collects what `warn_untried` would warn of in this thread: filters of warnings are one for all."""
-    before, _untried.told = _untried.told, []
-    try:
-        yield _untried.told
-    finally:
-        _untried.told = before
-
-
 def warn_untried(model: nn.Module, why: str) -> None:
     """Warn about a model whose trials show nothing, at the line of the program that called it."""
     message = f"it is not known whether {type(model).__name__} mixes rows outside its attention: {why}"
-    if _untried.told is not None:
-        _untried.told.append(message)
-        return
     frame, level, inside = sys._getframe(1), 2, ("seqpar.", "torch.", "contextlib")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
         frame, level = frame.f_back, level + 1

@@ -500,24 +500,6 @@ def test_what_averages_is_not_summed_too() -> None:
     run_threads(RANKS, rank)
 
 
-def test_a_model_in_place_refuses_to_be_run_behind_its_forward() -> None:
-    model, batch = copy.deepcopy(MODEL), {"input_ids": EVERY[0]["input_ids"]}
-    model.set_attn_implementation("sdpa")
-    expected = model.model(**batch).last_hidden_state
-
-    def rank(comm: Comm) -> Tensor:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, in_place=True) as handle:
-            with pytest.raises(RuntimeError, match="outside the forward.*; call the model itself, or work inside"):
-                type(own.model).forward(own.model, **batch)
-            own(**EVERY[comm.rank])
-            with handle.local():
-                return type(own.model).forward(own.model, **batch).last_hidden_state
-
-    for found in run_threads(RANKS, rank):
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_the_same_batch_on_every_rank_twice_in_a_row_is_a_warning_that_names_the_source(same: bool) -> None:
     def rank(comm: Comm) -> None:

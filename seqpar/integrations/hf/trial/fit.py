@@ -13,19 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.comm import LocalComm
-from seqpar.facts.layout import Layout
-from seqpar.facts.mask import Mask
 from seqpar.foreign.saved_state import saved
-from seqpar.integrations.hf.attention import EDITED, OwnMask, edits_mask
-from seqpar.integrations.hf.config import NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
+from seqpar.integrations.hf.attention import OwnMask
+from seqpar.integrations.hf.config import EDITED, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.token_dropout import dropping_tokens
 from seqpar.integrations.hf.towers import MEDIA
 from seqpar.integrations.hf.trial.runs import (
-    NO_MASK,
     NO_ROWS,
     POOLED,
     TOKENS,
@@ -33,15 +29,11 @@ from seqpar.integrations.hf.trial.runs import (
     TrialRuns,
     findings,
     precise,
-    quiet,
 )
 from seqpar.integrations.hf.trial.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.trial.weights import NoWeights, check_weights
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.integrations.probe.inspection import dropping
-from seqpar.integrations.sdpa.reroute import sdpa
-from seqpar.integrations.sdpa.trials import untried
-from seqpar.plan import Plan
 
 EMPTY = "it has no parameters"
 OWN_MASK = "it makes its attention mask itself"
@@ -126,7 +118,7 @@ def _tried(model: PreTrainedModel) -> ModelFit | list[str]:
                 return [alone]
             if isinstance(error, OwnMask):
                 return [*runs.reasons, OWN_MASK]
-            if edits_mask(error):
+            if isinstance(error, IndexError) and "tensor of dimension 0" in str(error):
                 return [EDITED]
             return [*runs.reasons, f"trying it on a few tokens failed: {type(error).__name__}: {error}"]
 
@@ -141,9 +133,7 @@ def _head_tried(model: PreTrainedModel) -> AtHome | str:
 
 
 def _remedy(model: PreTrainedModel, reasons: list[str], *, part: bool) -> str:
-    """A way to compute a refused model, or "". Ways by seqpar are tried before they are suggested."""
-    if reasons in ([NO_INTERFACE], [NO_MASK]) and _by_sdpa(model):
-        return "; give sdpa=True and this rank's rows, as its attention is PyTorch's"
+    """A way to compute a refused model, or ""."""
     if getattr(model.config, "sparse_prediction", False):
         return "; set sparse_prediction=False in its config"
     pooling = not part and "add_pooling_layer" in inspect.signature(type(model)).parameters
@@ -185,18 +175,3 @@ def _failure(model: PreTrainedModel, ids: Tensor) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _by_sdpa(model: PreTrainedModel) -> bool:
-    """Whether `seqpar.sdpa` can compute it."""
-    at = torch.arange(TOKENS, device=model.device)[None]
-    for causal in (True, False):
-        plan = Plan(Mask([TOKENS], causal=causal), Layout.contiguous(TOKENS, 1))
-        try:
-            with quiet(model), torch.no_grad(), untried() as told, sdpa(plan, LocalComm()):
-                model(input_ids=at, position_ids=at, **caching(model))
-        except Exception:
-            continue
-        if not told:
-            return True
-    return False

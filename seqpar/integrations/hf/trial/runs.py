@@ -176,7 +176,7 @@ class TrialRuns:
         base = self.model.base_model if text is self.model else text
         hook = None if base is self.model else base.register_forward_hook(self._keep)
         inner = {} if text is self.model else {"forward": partial(self._on_rows, text.forward)}
-        state = Forward(note=lambda _, padding, config: Noted(padding), text=text.config) if inner else self.state
+        state = Forward(note=lambda _, padding, config: Noted(padding)) if inner else self.state
         first = layer_calls.run
         try:
             with surround(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
