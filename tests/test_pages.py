@@ -34,20 +34,6 @@ def test_the_page_of_architectures_is_that_of_the_record() -> None:
     assert f"{len(record['rows'])} cases of {kinds} model types" in told
 
 
-COMPARISON = (DOCS / "comparison.md").read_text()
-
-
-def test_every_package_beside_which_we_stand_has_its_version_and_sources() -> None:
-    tables, sources = COMPARISON.split("## Sources")
-    rows = [line.split("|") for line in tables.splitlines() if line.count("|") in (8, 9)]
-    packages = {row[1].strip() for row in rows} - {"", "---", "**seqpar**"}
-    read = {
-        row[1].strip(): row[2].strip() for row in (line.split("|") for line in sources.splitlines()) if len(row) > 2
-    }
-    assert len(packages) > 8 and all(read.values())
-    assert not [package for package in packages if not any(name in package for name in read)]
-    used = set(re.findall(r"\]\[([\w-]+)\]", COMPARISON))
-    assert used == set(re.findall(r"^\[([\w-]+)\]: https://", sources, re.MULTILINE))
 
 
 TROUBLES = (DOCS / "troubleshooting.md").read_text()

@@ -94,27 +94,6 @@ def test_the_floors_of_the_page_are_those_that_are_enforced() -> None:
         assert (None if others == "any" else set(others.split(", "))) == third_parties, room
 
 
-def test_every_room_is_drawn_and_has_a_section() -> None:
-    rooms = set(FLOORS) - NAMESPACES
-    drawing = ARCHITECTURE.split("## Floors")[1].split("```")[1]
-    assert rooms <= set(re.findall(r"\w+", drawing))
-    sections = re.findall(r"^### (\w+)$", ARCHITECTURE.split("## Room by room")[1], re.MULTILINE)
-    beside = {"native", "launch", "testing"}  # single files, named under csrc and cli
-    assert set(sections) == rooms - beside | {"csrc"}
-
-
-@pytest.mark.parametrize("room", sorted(set(FLOORS) - NAMESPACES - {"native", "launch", "testing"}))
-def test_the_words_that_a_room_is_told_in_are_its_own(room: str) -> None:
-    section = re.split(rf"^### {room}$", ARCHITECTURE, flags=re.MULTILINE)[1].partition("\n##")[0]
-    files = [
-        path
-        for path in (ROOT / "seqpar").rglob("*.py")
-        if path.relative_to(ROOT / "seqpar").parts[0] in (room, f"{room}.py")
-    ]
-    words = {word for path in files for word in re.findall(r"\w+", f"{path} {path.read_text(encoding='utf-8')}")}
-    assert set(re.findall(r"`(\w+)[`(]", section)) <= words
-
-
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_the_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -122,15 +101,10 @@ def test_the_files_that_a_page_names_exist(page: str) -> None:
     assert named and not [path for path in named if not (ROOT / path).exists()]
 
 
-def test_the_glossary_has_the_words_and_its_examples_are_true() -> None:
+def test_the_examples_of_the_glossary_are_true() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    words = {word for line in re.findall(r"^### (.+)$", glossary, re.MULTILINE) for word in line.split(", ")}
-    assert words >= {
-        "step", "part", "share", "stage", "run", "group", "width", "node", "fetch", "pad",
-        "layout", "mask", "plan", "signature", "recipe", "tag", "claim", "comm", "sub",
-    }  # fmt: skip
     blocks = "\n".join(re.findall(r"^```pycon\n(.*?)^```", glossary, re.MULTILINE | re.DOTALL))
     examples = doctest.DocTestParser().get_doctest(blocks, {}, "glossary", "docs/glossary.md", 0)
     told: list[str] = []
     result = doctest.DocTestRunner().run(examples, out=told.append)
-    assert result.attempted > 15 and not result.failed, "".join(told)
+    assert result.attempted and not result.failed, "".join(told)
