@@ -132,7 +132,8 @@ def _check_order(model: nn.Module) -> None:
     name = type(model).__name__
     for package, wrappers in AROUND.items():
         if any(is_of(model, package, wrapper) for wrapper in wrappers):
+            around = "torch.compile" if name == "OptimizedModule" else name
             raise ValueError(
                 f"parallelize({name}): a model becomes parallel before {name} wraps it; call "
-                f"parallelize(model, comm), with average_over where gradients are averaged, and then {name}(model)"
+                f"parallelize(model, comm), with average_over where gradients are averaged, and then {around}(model)"
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import clip_grad_norm, sync_gradients, weights
+from seqpar.train import clip_grad_norm, cross_entropy, sync_gradients, weights
 from tests.integrations.hf.models import batches, build
 
 RANKS = 2
@@ -801,3 +803,37 @@ def test_loops_that_are_right_hear_nothing(step: Callable[..., None]) -> None:
     with told(0):
         one, other = run_threads(RANKS, rank)
     assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def averaging_losses(comm: Comm, gathered: bool) -> Tensor:
+    """The gradient of a step on this rank's rows by the loss that ALST's loop has, or by `cross_entropy`."""
+    head, (rows, labels) = nn.Linear(4, 5), scored()
+    nn.init.constant_(head.weight, 0.1)
+    nn.init.zeros_(head.bias)
+    own = slice(None, 5) if comm.rank else slice(5, None)
+    logits, mine = head(rows[own]), labels[own]
+    loss = cross_entropy(logits, mine, valid=int((labels != -100).sum()))
+    if gathered:
+        losses = torch.distributed.nn.functional.all_gather(nn.functional.cross_entropy(logits, mine))
+        counts = [torch.zeros((), dtype=torch.long) for _ in range(comm.size)]
+        torch.distributed.all_gather(counts, (mine != -100).sum())
+        loss = sum(x * n for x, n in zip(losses, counts)) / sum(counts)
+    loss.backward()
+    sync_gradients(head.parameters(), comm)
+    return head.weight.grad  # type: ignore[return-value]
+
+
+def scored() -> tuple[Tensor, Tensor]:
+    """Rows and their labels, of which some do not count."""
+    labels = torch.arange(12) % 5
+    return torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), labels.masked_fill(labels == 2, -100)
+
+
+def test_the_page_says_that_a_mean_of_all_gathered_losses_goes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+    assert re.search(r"mean of `all_gather\(loss.* leave it out: .* too large by the number of ranks", page)
+    weight, (rows, labels) = torch.full((5, 4), 0.1, requires_grad=True), scored()
+    nn.functional.cross_entropy(rows @ weight.T, labels).backward()
+    for gathered, times in ((False, 1), (True, RANKS)):
+        for grad in run_processes(RANKS, averaging_losses, gathered):
+            torch.testing.assert_close(grad, times * weight.grad)  # type: ignore[operator]
