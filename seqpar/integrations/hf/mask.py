@@ -79,9 +79,10 @@ class Rule(NamedTuple):
                 "a layer sees blocks of tokens, such as images, to their end; give the whole model to "
                 "seqpar.parallelize(model, comm), and ordinary batches with token_type_ids"
             )
-        own, documents = self.mask(mask.lengths), Mask(mask.lengths)
-        stated = stated or mask in (own, documents) or (self.left or 0) < 0
-        if stated or (not self.causal and mask == Mask(mask.lengths, causal=False)):
+        own = self.mask(mask.lengths)
+        if stated or (self.left or 0) < 0 or mask in (own, Mask(mask.lengths)):
+            return own
+        if not self.causal and mask == Mask(mask.lengths, causal=False):
             return own
         if mask.paths is not None and mask.paths.alone and self.causal and self.chunk is None:
             return mask.windowed((self.left, None))
