@@ -34,8 +34,6 @@ def test_the_page_of_architectures_is_that_of_the_record() -> None:
     assert f"{len(record['rows'])} cases of {kinds} model types" in told
 
 
-
-
 TROUBLES = (DOCS / "troubleshooting.md").read_text()
 
 

@@ -465,7 +465,8 @@ class ParallelTransformer(ParallelModel):
         if own.places is not None:
             self._check_holes()
         self._count += 1
-        if training and count is not None and (not self.fit.by_items or self.source == "replicated"):
+        by_hand = items is not None and (not self.fit.by_items or self.source == "replicated")
+        if training and count is not None and by_hand:
             self._items.note(items, count, brought)
         return_dict = arguments.get("return_dict", getattr(module.config, "return_dict", True))
         tells = chunked and bool(len(own.positions)) and self._afterwards.scaled
