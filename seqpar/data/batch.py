@@ -118,20 +118,20 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     check_dense("share", [*given.values()])
     rows, on_host = flat(given), read_entries(given, FACTS)
     facts = rows if on_host is given else flat(on_host)
-    kept = kept_of(facts.entries.pop(MASK, None))
+    kept, numbers = kept_of(facts.entries.pop(MASK, None))
     rows.entries.pop(MASK, None)
     parents = facts.entries.pop(PARENTS, None)
     rows.entries.pop(PARENTS, None)
     if not rows.edges[-1]:
         parents = None  # no trees
     nodes = None if parents is None else nodes_of(facts, kept, parents)
-    first = first_of(facts, kept) if nodes is None else starts_of(nodes)
+    first = first_of(facts, kept, numbers) if nodes is None else starts_of(nodes)
     at = np.flatnonzero(kept) if kept is not None else np.arange(rows.edges[-1])
     starts = np.flatnonzero(first[at])
     lengths = np.diff(np.append(starts, at.size))
     tensors = {name: rows.entries[name] for name in TOKENS if name in rows.entries}
     if nodes is None:
-        tensors[POSITIONS] = positions_of(rows, first)
+        tensors[POSITIONS] = positions_of(rows, first, numbered=numbers is not None)
         labels = labels_of(facts, kept, first, how.shift, how.ignore_index)
     else:
         depths = nodes.mask.depths(at)

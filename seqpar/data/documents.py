@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.data.rows import LABELS, LONGEST, PARENTS, POSITIONS, STARTS, PackedRows, shown
+from seqpar.data.rows import INTEGERS, LABELS, LONGEST, PARENTS, POSITIONS, STARTS, PackedRows, shown
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 
@@ -25,30 +25,40 @@ class Nodes(NamedTuple):
     mask: Mask
 
 
-def kept_of(mask: Tensor | None) -> NDArray[np.bool_] | None:
-    """The flat rows that are tokens, as a mask; None if all are, or without an attention_mask."""
+def kept_of(mask: Tensor | None) -> tuple[NDArray[np.bool_] | None, Ints | None]:
+    """The flat rows that are tokens, as a mask, and the number of each row's document if attention_mask has numbers.
+
+    None for both without an attention_mask.
+    """
     if mask is None:
-        return None
+        return None, None
     values = mask.detach()
-    if values.dim() != 1 or not ((values == 0) | (values == 1)).all():
+    numbers = values.dtype in INTEGERS and bool((values >= 0).all())
+    if values.dim() != 1 or not (numbers or ((values == 0) | (values == 1)).all()):
         raise ValueError(
-            f"attention_mask must hold 0 or 1 for each token, got {shown(mask)} with values other than these; give "
-            "documents by cu_seqlens or position_ids"
+            "attention_mask must hold 0 or 1, or the number of its document, for each token, got "
+            f"{shown(mask)} with other values; number the documents of a row from 1, and padding 0"
         )
-    kept: NDArray[np.bool_] = values.bool().numpy()
-    return kept
+    return values.bool().numpy(), values.long().numpy() if bool((values > 1).any()) else None
 
 
-def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    """The flat rows that start a document, as a mask: by cu_seqlens, else by position_ids, else by rows."""
+def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None, numbers: Ints | None = None) -> NDArray[np.bool_]:
+    """The flat rows that start a document, as a mask: by cu_seqlens, else by position_ids and numbers, else by rows."""
     first = np.zeros(int(rows.edges[-1]), bool)
-    starts = _starts(rows, kept)
+    starts = _starts(rows, kept if numbers is None else first)
     if starts is not None:
         first[starts[:-1][starts[:-1] < starts[-1]]] = True
         return first
     at = np.flatnonzero(kept) if kept is not None else np.arange(first.size)
     row = np.searchsorted(rows.edges, at, side="right") - 1
     begins = np.append(True, np.diff(row) != 0)[: at.size]
+    if numbers is not None:
+        if (back := (np.diff(numbers[at]) < 0) & ~begins[1:]).any():
+            raise ValueError(
+                f"attention_mask numbers the documents of a row, and goes back at {rows.where(int(at[1:][back][0]))}; "
+                "number them in ascending order"
+            )
+        begins[1:] |= np.diff(numbers[at]) > 0
     if POSITIONS in rows.entries:
         step = np.diff(_array(rows.entries[POSITIONS]).astype(np.int64)[at])
         if kept is None:
@@ -104,7 +114,9 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
         if not np.array_equal(value, starts):
             raise ValueError(f"{other} must be equal to {name}: a document's keys are its tokens, got {value!r:.200}")
     if kept is not None and not kept.all():
-        raise ValueError(f"{name} beside an attention_mask with zeros: gives the documents twice; give only {name}")
+        raise ValueError(
+            f"{name} beside an attention_mask with zeros or numbers: gives the documents twice; give only {name}"
+        )
     longest = int(np.diff(starts.astype(np.int64)).max(initial=0))
     for other in LONGEST:
         said = _array(rows.entries.get(other, longest))
@@ -128,16 +140,18 @@ def _array(value: Any) -> Any:
     return value.detach().numpy() if isinstance(value, Tensor) else value
 
 
-def positions_of(rows: PackedRows, first: NDArray[np.bool_]) -> Tensor:
+def positions_of(rows: PackedRows, first: NDArray[np.bool_], *, numbered: bool = False) -> Tensor:
     """The position ids: the given ones where they lie, others on the host.
 
-    Not given, they are the place in the document if cu_seqlens has its start, and otherwise the place in the row.
+    Not given, they are the place in the document if cu_seqlens or attention_mask has its start, and otherwise the place
+    in the row. numbered: whether attention_mask has it.
     """
     if POSITIONS in rows.entries:
         given: Tensor = rows.entries[POSITIONS]
         return given.long()
     at = rows.column
-    if any(name in rows.entries for name in STARTS):
+    if numbered or any(name in rows.entries for name in STARTS):
+        at = np.arange(at.size)
         at = at - np.maximum.accumulate(np.where(first, at, 0))
     return torch.from_numpy(at)
 

@@ -104,14 +104,15 @@ def share(
     batch: "input_ids" (or "inputs_embeds" [..., E]) padded [B, S], packed [1, T] or [T], or a list of documents [S_i].
     In the same form, with a value per token: "labels" or "shift_labels" (or both, if they agree), "position_ids", and
     any other tensor [B, S, ...], which moves along unchanged. "attention_mask" [B, S] of 0 and 1: tokens with 0 are
-    left out, wherever they are. None, or a batch without rows, is empty, as for a rank whose loader has ended.
+    left out, wherever they are; or the number of each token's document in its row, ascending from 1. None, or a batch
+    without rows, is empty, as for a rank whose loader has ended.
 
     Documents come from "cu_seqlens" (or "cu_seq_lens_q", "cu_seq_lens_k"). Without it, a row without attention_mask
     starts a document wherever its position_ids do not continue by 1, as in Hugging Face models without a cache;
-    otherwise a row is one document. Positions are the given position_ids. Without them they are the place in the row,
-    counting left padding and holes, as such models count themselves; or the place in the document, if it has a row of
-    its own or cu_seqlens has its start. (``plan.rope_positions(rank)`` is always the place among the document's
-    tokens.)
+    otherwise a row is one document, unless attention_mask numbers several. Positions are the given position_ids.
+    Without them they are the place in the row, counting left padding and holes, as such models count themselves; or the
+    place in the document, if it has a row of its own, or if cu_seqlens or attention_mask has its start.
+    (``plan.rope_positions(rank)`` is always the place among the document's tokens.)
 
     source: "sharded": every rank brings other documents, and their union is computed; ranks exchange only lengths and
     counts, and each row moves once. "replicated": all ranks hold the same batch, which a digest checks, and nothing

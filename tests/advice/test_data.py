@@ -29,14 +29,13 @@ def shared(batch: Any, **options: Any) -> tuple[list[int], Tensor]:
     return s.plan.mask.lengths.tolist(), back(s, s.tensors["input_ids"])
 
 
-def test_documents_that_a_mask_numbers_are_given_as_positions() -> None:
-    with advised(ValueError, "give documents by cu_seqlens or position_ids"):
-        shared({"input_ids": IDS, "attention_mask": TWO})
-    at = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3]])
-    lengths, home = shared({"input_ids": IDS, "position_ids": at})
+def test_documents_are_numbered_by_a_mask_from_1_in_ascending_order() -> None:
+    with advised(ValueError, "number the documents of a row from 1, and padding 0"):
+        shared({"input_ids": IDS, "attention_mask": TWO - 2})
+    with advised(ValueError, "number them in ascending order"):
+        shared({"input_ids": IDS, "attention_mask": 3 - TWO})
+    lengths, home = shared({"input_ids": IDS, "attention_mask": TWO})
     assert lengths == [4, 2, 2, 4] and torch.equal(home, IDS)
-    lengths, home = shared({"input_ids": PACKED, "cu_seqlens": [0, 4, 6, 8, 12]})
-    assert lengths == [4, 2, 2, 4] and torch.equal(home, PACKED)
 
 
 def test_micro_batches_are_planned_by_plan_step() -> None:

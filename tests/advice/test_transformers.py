@@ -497,6 +497,25 @@ def test_a_function_makes_the_plans_of_batches() -> None:
         assert is_right(model)
 
 
+@pytest.mark.parametrize("kind", ["opt", "roberta", "classifier"])
+def test_documents_have_rows_of_their_own_where_a_part_of_the_model_reads_rows(kind: str) -> None:
+    given = {"opt": ("opt", "dense", "ForCausalLM"), "roberta": ("roberta", "encoder", "ForMaskedLM")}
+    name, group, head = given.get(kind, ("llama", "dense", "ForSequenceClassification"))
+    model = of_architecture(Architecture(name, group, head=head), torch.float32).eval()
+    ids, mask = torch.arange(3, 11)[None], torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])
+    alone = [model(input_ids=x).logits for x in (ids[:, :3], ids[:, 3:])]
+
+    def rank(comm: Comm) -> bool:
+        own, document = copy.deepcopy(model), (ids[:, :3], ids[:, 3:])[comm.rank]
+        seqpar.parallelize(own, comm)
+        with torch.no_grad():
+            with advised(NotImplementedError if comm.rank else ValueError, "give each document a row of its own"):
+                own(**({"input_ids": ids, "attention_mask": mask} if comm.rank else {"input_ids": document}))
+            return torch.allclose(own(input_ids=document).logits, alone[comm.rank], atol=1e-5)
+
+    assert run_threads(2, rank) == [True, True]
+
+
 def test_a_comm_is_given() -> None:
     model = llama()
     with advised(TypeError, "give seqpar.GroupComm(), or seqpar.LocalComm() for one rank"):

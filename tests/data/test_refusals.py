@@ -49,7 +49,12 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a mask that is kept": (GOOD | {"attention_mask": LEFT}, {"keep": ["attention_mask"]}, "would leave .* unread"),
     "a 4-D mask": (GOOD | {"attention_mask": torch.ones(2, 1, 6, 6)}, {}, "attention_mask .* only"),
     "positions of three dims": (GOOD | {"position_ids": ROW.expand(3, 2, 6)}, {}, "position_ids .* only"),
-    "a mask of documents": (GOOD | {"attention_mask": LEFT + 1}, {}, "attention_mask must hold 0 or 1"),
+    "a mask of negative numbers": (GOOD | {"attention_mask": LEFT - 1}, {}, "attention_mask must hold 0 or 1, or"),
+    "a mask of fractions": (GOOD | {"attention_mask": LEFT * 0.5}, {}, "attention_mask must hold 0 or 1, or"),
+    "numbers that go back": (GOOD | {"attention_mask": 2 - LEFT}, {}, "goes back at row 0, token 2; number them"),
+    "numbers beside documents": (
+        {"input_ids": IDS[:1], "attention_mask": LEFT[:1] + 1, "cu_seqlens": [0, 6]}, {}, "gives the documents twice"
+    ),
     "a label after padding": (
         GOOD | {"attention_mask": LEFT, "labels": IDS.masked_fill(LEFT == 0, -100)},
         {},

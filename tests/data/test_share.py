@@ -282,3 +282,37 @@ def test_rows_move_under_autocast_as_they_are(dtype: torch.dtype, rows: torch.dt
     grads = [grad for _, grad in results]
     total = grads[0] if source == "sharded" else sum(grads) / 2
     assert torch.equal(total, torch.ones_like(total))
+
+
+@pytest.mark.parametrize("shift", ["row", "document", "none"])
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+def test_a_mask_that_numbers_documents_is_as_documents(given: bool, shift: str) -> None:
+    """Rows of 4 + 3 tokens and one pad, and of one pad, 2, a pad and 4."""
+    mask = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0], [0, 1, 1, 0, 3, 3, 3, 3]])
+    ids = torch.arange(1, 17).view(2, 8)
+    labels = ids.masked_fill(mask.diff(dim=1, prepend=mask.new_zeros(2, 1)) != 0, IGNORE).masked_fill(mask == 0, IGNORE)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    documents = [ids[0, :4], ids[0, 4:7], ids[1, 1:3], ids[1, 4:]]
+    expected = {"input_ids": documents, "labels": [x.clone() for x in documents]}
+    for each in expected["labels"]:
+        each[0] = IGNORE
+    if given:
+        batch["position_ids"] = torch.tensor([[5, 6, 7, 8, 0, 1, 2, 0], [0, 3, 4, 0, 0, 1, 2, 3]])
+        expected["position_ids"] = [
+            batch["position_ids"][row, at]
+            for row, at in ((0, slice(4)), (0, slice(4, 7)), (1, slice(1, 3)), (1, slice(4, 8)))
+        ]
+
+    def rank(comm: Comm, given: Any) -> tuple[list[int], dict[str, Tensor], int, Any]:
+        s = share(given if comm.rank else None, comm, plan=ring, shift=shift)
+        return (
+            s.plan.mask.lengths.tolist(),
+            {**s.tensors, "position_ids": s.positions},
+            s.valid,
+            back(s, s.tensors["input_ids"]),
+        )
+
+    for one, other in zip(run_threads(2, rank, batch), run_threads(2, rank, expected), strict=True):
+        assert one[0] == other[0] == [4, 3, 2, 4] and one[2] == other[2]
+        assert one[1].keys() == other[1].keys() and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    assert torch.equal(run_threads(2, rank, batch)[1][3], ids * (mask > 0))

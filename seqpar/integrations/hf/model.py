@@ -27,7 +27,7 @@ from seqpar.data import Share
 from seqpar.data.batch import Reading, read
 from seqpar.data.host import moved
 from seqpar.data.prefetch import Epochs, Loader
-from seqpar.data.rows import LABELS
+from seqpar.data.rows import LABELS, MASK
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.mask import Mask
@@ -46,7 +46,7 @@ from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
 from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.positions import COUNTED, counted, counted_pad, counts
+from seqpar.integrations.hf.positions import BY_TOKENS, BY_WORDS, COUNTED, counted, counted_pad, counts
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.registry import implementation, register
@@ -495,6 +495,13 @@ class ParallelTransformer(ParallelModel):
         if unfit := unfit_wrapper() or unfit_adapters(self.model, layers, self._tried, loss=labelled):
             raise NotImplementedError(f"{who}: {unfit}")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
+        by_rows = self._drops or self._head or self._rotaries or self.fit.pooled or self.text is not self.model
+        by_rows = by_rows or self.fit.counting in (BY_TOKENS, BY_WORDS)
+        if by_rows and isinstance(mask := batch.get(MASK), Tensor) and bool((mask > 1).any()):
+            raise NotImplementedError(
+                f"attention_mask of {who} numbers the documents of a row, and a part of the model reads it as one; "
+                "give each document a row of its own"
+            )
         if counts(self.fit.counting, batch):
             batch[COUNTED] = counted(self.fit.counting, batch, self._pad)
         if self._drops and "input_ids" in batch:

@@ -23,6 +23,8 @@ from seqpar.integrations.hf import attention as keys
 from seqpar.integrations.hf import registry
 from seqpar.integrations.hf.attention import LAYER, layer_of
 from seqpar.testing import run_threads
+from seqpar.train import sync_gradients
+from tests.integrations.hf.hybrids import build as hybrid
 from tests.integrations.hf.models import (
     PLANS,
     VOCABULARY,
@@ -698,3 +700,48 @@ def test_what_has_no_row_per_token_is_left_out() -> None:
 def test_hidden_states_beside_logits_that_are_not_those_of_each_token(kind: Any, says: str) -> None:
     with pytest.raises(NotImplementedError, match=says):
         seqpar.parallelize(moshi(kind), LocalComm())
+
+
+def numbered(seed: int, width: int, *rows: list[int]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A batch of packed rows whose attention_mask numbers the documents, with padding, and the documents."""
+    g, mask = torch.Generator().manual_seed(seed), torch.zeros(len(rows), width, dtype=torch.long)
+    for row, lengths in zip(mask, rows, strict=True):
+        row[: sum(lengths)] = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
+    ids = torch.randint(1, VOCABULARY, mask.shape, generator=g)
+    begins = mask.diff(dim=1, prepend=torch.zeros(len(rows), 1, dtype=torch.long)) != 0
+    labels = ids.masked_fill(begins | (mask == 0), -100)
+    documents = [ids[r, mask[r] == n] for r, lengths in enumerate(rows) for n in range(1, len(lengths) + 1)]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, documents
+
+
+@pytest.mark.parametrize("plan", ["planner", "ring"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "hybrid"])
+def test_a_mask_that_numbers_documents_is_one_process_for_each(name: str, plan: str) -> None:
+    model = hybrid("qwen3_next") if name == "hybrid" else build(name)
+    every = [numbered(0, 12, [4, 3, 2]), numbered(1, 14, [9], [5, 1, 8])]
+    one, count = copy.deepcopy(model), sum(len(d) - 1 for _, documents in every for d in documents)
+    logits = [[one(input_ids=d[None]).logits[0] for d in documents] for _, documents in every]
+    terms = [
+        torch.nn.functional.cross_entropy(x[:-1], d[1:], reduction="sum")
+        for rows, (_, documents) in zip(logits, every, strict=True)
+        for x, d in zip(rows, documents, strict=True)
+    ]
+    loss = torch.stack(terms).sum() / count
+    loss.backward()
+    bound = max(float(p.grad.abs().max()) for p in one.parameters())  # type: ignore[union-attr]
+
+    def rank(comm: Comm) -> tuple[float, Tensor, dict[str, Tensor]]:
+        own, batch = copy.deepcopy(model), every[comm.rank][0]
+        seqpar.parallelize(own, comm, plan=PLANS[plan])
+        out = own(**batch)
+        out.loss.backward()
+        sync_gradients(own.parameters(), comm)
+        with torch.no_grad():
+            rows = own.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return float(out.loss), rows[batch["attention_mask"] > 0], {n: p.grad for n, p in own.named_parameters()}
+
+    for (found, rows, grads), expected in zip(run_threads(2, rank), logits, strict=True):
+        assert found == pytest.approx(float(loss), rel=1e-5)
+        torch.testing.assert_close(rows, torch.cat(expected).detach(), rtol=1e-4, atol=1e-5)
+        for each, p in one.named_parameters():
+            assert float((grads[each] - p.grad).abs().max()) <= 5e-5 * bound, each
