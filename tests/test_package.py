@@ -110,7 +110,7 @@ ORDER = {
         hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
-        hf/experts hf/heads hf/positions hf/rotary hf/token_dropout hf/unlisted
+        hf/experts hf/heads hf/positions hf/rotary hf/unlisted
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/wide hf/trial/twin hf/trial/runs hf/trial/fit
         hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision

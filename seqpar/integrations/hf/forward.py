@@ -110,17 +110,6 @@ def longest() -> int | None:
     return None if state is None else state.longest
 
 
-def share_of_masks() -> Tensor:
-    """Of each row, the share of mask tokens in its row of the batch, in the forward pass that this thread is in.
-
-    Raises: RuntimeError outside of all, as for embeddings that a checkpoint computes again.
-    """
-    state = _thread.state
-    if state is None or state.masks is None:
-        raise RuntimeError("embeddings are scaled by the share of mask tokens in a row, which is known in forward only")
-    return state.masks
-
-
 def dropped(probability: float) -> float:
     """The probability with which a layer drops pairs in the forward pass that this thread is in."""
     if not probability or torch.compiler.is_compiling():

@@ -1,16 +1,19 @@
-"""A model's logits: their softcap, by the config, how many tokens they are of, and whether Trainer reads them."""
+"""A model's logits: their softcap, by the config, whose tokens they are of, who reads them, and own losses."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from seqpar.foreign.wrap import replaced
+
+_step = threading.local()
 
 
 def softcap_of(model: PreTrainedModel) -> float:
@@ -30,32 +33,34 @@ def tokens_of(model: PreTrainedModel) -> int | None:
     return getattr(model.get_output_embeddings(), "out_features", None)
 
 
-class LossOnly(threading.local):
+def loss_alone() -> bool:
     """Whether this thread is in a step of `Trainer` that reads the loss alone."""
-
-    asked = False
-
-
-loss_only = LossOnly()
+    return getattr(_step, "loss_alone", False)
 
 
 def ask_trainer() -> None:
-    """Have `Trainer.prediction_step` set `loss_only`; without effect for other models, and before it is imported."""
+    """Have `Trainer.prediction_step` tell `loss_alone`, once Trainer is imported; it is as before in all else."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if trainer is not None and not hasattr(trainer.prediction_step, "_seqpar_former"):
-        trainer.prediction_step = _asked(trainer.prediction_step)
+    if trainer is None or hasattr(method := trainer.prediction_step, "_seqpar_former"):
+        return
 
-
-def _asked(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def prediction_step(
-        trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **named: Any
-    ) -> Any:
-        before, loss_only.asked = loss_only.asked, bool(prediction_loss_only)
-        try:
+    def step(trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **named: Any) -> Any:
+        with replaced(_step, {"loss_alone": prediction_loss_only}):
             return method(trainer, model, inputs, prediction_loss_only, *args, **named)
-        finally:
-            loss_only.asked = before
 
-    prediction_step._seqpar_former = method  # type: ignore[attr-defined]
-    return prediction_step
+    step._seqpar_former = method  # type: ignore[attr-defined]
+    trainer.prediction_step = step
+
+
+def mean_of_rows(model: PreTrainedModel, rows: Tensor, labels: Tensor, shift: str) -> Tensor:
+    """The mean of a model's own loss_function over rows of logits [T, n] with a label [T] that counts.
+
+    Where it shifts labels itself, each row is followed by a row of which nothing is predicted, and has its label there.
+    """
+    if shift == "row":
+        rows, labels = torch.stack([rows, rows], 1), torch.stack([torch.full_like(labels, -100), labels], 1)
+    else:
+        rows, labels = rows[None], labels[None]
+    config = model.config.get_text_config()
+    return model.loss_function(logits=rows, labels=labels, vocab_size=config.vocab_size)  # type: ignore[no-any-return]

@@ -41,12 +41,22 @@ from seqpar.integrations.hf.config import ASKED, text_of
 from seqpar.integrations.hf.forward import Forward, during, planned
 from seqpar.integrations.hf.generation import generators
 from seqpar.integrations.hf.heads import AtHome, HeadCall
-from seqpar.integrations.hf.logits import ask_trainer, loss_only, softcap_of, tokens_of
+from seqpar.integrations.hf.logits import ask_trainer, loss_alone, softcap_of, tokens_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
 from seqpar.integrations.hf.outputs import TOLD, Outputs, graphs, reported
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.positions import BY_TOKENS, BY_WORDS, COUNTED, counted, counted_pad, counts
+from seqpar.integrations.hf.positions import (
+    BY_TOKENS,
+    BY_WORDS,
+    COUNTED,
+    SHARES,
+    counted,
+    counted_pad,
+    counts,
+    dropping_tokens,
+    shares,
+)  # fmt: skip
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero, of_documents
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.registry import implementation, register
@@ -65,7 +75,6 @@ from seqpar.integrations.hf.request import (
     too_few,
 )
 from seqpar.integrations.hf.rotary import forgotten, length_of, lengths_kept, lengthy, turn
-from seqpar.integrations.hf.token_dropout import SHARES, dropping_tokens, shares
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import plain
 from seqpar.integrations.hf.unlisted import rewritten, sees_places
@@ -534,7 +543,7 @@ class ParallelTransformer(ParallelModel):
     def _output(self, labels: bool) -> tuple[bool, bool]:
         """Whether logits return, and whether the loss is computed without them."""
         ask_trainer()  # imported only now, perhaps
-        unread = loss_only.asked or (torch.is_grad_enabled() and self.model.training)
+        unread = loss_alone() or (torch.is_grad_enabled() and self.model.training)
         logits = not labels or (not unread if self.logits is None else self.logits)
         return logits, not logits and self._has_head()
 

@@ -15,9 +15,9 @@ from seqpar.data import Share, back
 from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
 from seqpar.integrations.hf.heads import POOLER, pooled_of
-from seqpar.integrations.hf.logits import softcapped
+from seqpar.integrations.hf.logits import mean_of_rows, softcapped
 from seqpar.integrations.hf.request import Request
-from seqpar.integrations.hf.trial.runs import PER_TOKEN, ModelFit
+from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, ModelFit
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy
@@ -102,7 +102,12 @@ class Outputs(NamedTuple):
             )  # fmt: skip
         else:
             assert logits is not None
-            part = cross_entropy(logits[0], labels, **scale)
+            if self.model.loss_function in SHIFTS:
+                part = cross_entropy(logits[0], labels, **scale)
+            else:
+                count = int((labels != -100).sum())
+                mean = mean_of_rows(self.model, logits[0], labels, self.fit.shift) if count else logits.sum() * 0.0
+                part = mean * count / scale["valid"] * scale.get("average_over", 1)
         if even is not None:
             weight = weight_of(self.model) * (1 if asked.items is not None else self.average_over)
             part = part + (weight * even.share).to(part)

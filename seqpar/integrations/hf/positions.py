@@ -1,6 +1,7 @@
 """Positions that a model counts itself when it gets no position_ids: from places, from attention_mask, or from tokens.
 
 Ranks hold parts of rows, so each counts the positions of its own batch before its rows move, and the model gets them.
+So it counts the mask tokens of a row, by whose share ESM-2 with token_dropout scales the embeddings of the row.
 
     tokens         5 6 7 0 0       padding is 0, on the left: 0 0 5 6 7
     by columns     0 1 2 3 4       0 1 2 3 4
@@ -18,11 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.data.rows import MASK, POSITIONS, STARTS
+from seqpar.foreign.kinds import name_of
+from seqpar.foreign.wrap import replaced
+from seqpar.integrations.hf.forward import current
 from seqpar.integrations.hf.heads import pad_of
 
 COLUMNS, BY_TOKENS, BY_WORDS = "columns", "tokens", "words"
 # an entry of a batch, as messages name it: positions that do not say where documents begin
 COUNTED = "position_ids (which the model counts where none are given)"
+SHARES = "shares of mask tokens in rows"  # an entry of a batch
+DROPPED = 0.15 * 0.8  # the share that EsmEmbeddings scales to
 
 
 def counts(counting: str, batch: Mapping[str, Any]) -> bool:
@@ -80,3 +86,28 @@ def counting_of(run: Callable[..., Tensor], close: Callable[[Tensor, Tensor], bo
     both = ids, ids.where(mask, pad)
     names = (COLUMNS, BY_TOKENS, BY_WORDS)
     return next((counting for counting in names if all(alike(counting, tokens) for tokens in both)), "")
+
+
+def dropping_tokens(model: nn.Module) -> list[nn.Module]:
+    """The embeddings of a model that are scaled by the share of mask tokens in a row."""
+    return [m for m in model.modules() if name_of(m) == "EsmEmbeddings" and m.token_dropout]
+
+
+def shares(embeddings: Any, batch: Mapping[str, Any]) -> Tensor:
+    """The share of mask tokens in the row of each token of a batch, float32 [B, S]."""
+    ids, mask = batch["input_ids"], batch.get(MASK)
+    tokens = ids.shape[-1] if mask is None else mask.sum(-1)
+    return ((ids == embeddings.mask_token_id).sum(-1).float() / tokens)[:, None].expand(ids.shape)
+
+
+def scaled(module: Any, forward: Callable[..., Any], input_ids: Tensor | None = None, **named: Any) -> Any:
+    """The embeddings of a rank's rows [1, T], each scaled as its row of the batch. Source: EsmEmbeddings."""
+    if input_ids is None:
+        return forward(**named)
+    if (state := current()) is None or state.masks is None:  # as in a checkpoint that computes embeddings again
+        raise RuntimeError("the share of mask tokens in a row is known in forward only")
+    rows = module.word_embeddings(input_ids).masked_fill((input_ids == module.mask_token_id)[..., None], 0.0)
+    rows = rows * (1 - DROPPED) / (1 - state.masks[..., None])
+    named["inputs_embeds"] = rows.to(module.word_embeddings.weight.dtype)
+    with replaced(module, {"token_dropout": False}):
+        return forward(input_ids, **named)  # whose positions are counted by tokens

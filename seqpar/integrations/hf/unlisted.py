@@ -26,8 +26,8 @@ from seqpar.foreign.kinds import name_of
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
 from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.positions import dropping_tokens, scaled
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
-from seqpar.integrations.hf.token_dropout import dropping_tokens, scaled
 from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.integrations.hf.models import (
     holes,
     kept,
     largest,
+    logits_of,
     on_ranks,
     one_process,
     packed,
@@ -164,6 +166,53 @@ def test_evaluation_with_labels_and_training_with_logits() -> None:
         assert all(list(out) == ["loss"] for out in left_out)
         for out in (trained, short, evaluated, *left_out):
             assert abs(float(out.loss) - float(expected.loss)) <= 1e-6 * float(expected.loss)
+
+
+def focal(
+    logits: Tensor, labels: Tensor, vocab_size: int = 0, num_items_in_batch: Any = None, *, shift: bool, **_: Any
+) -> Tensor:
+    """A loss of one's own: rows that are predicted well count little."""
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    rows, labels = logits.float().flatten(0, -2), labels.flatten()
+    each = torch.nn.functional.cross_entropy(rows, labels, reduction="none", label_smoothing=0.1)
+    each = (1 - (-each).exp()).square() * each
+    return each.sum() / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", ["right", "packed", "mixed"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gemma3"])
+@pytest.mark.sampled(5)
+def test_a_loss_function_of_ones_own_over_rows(name: str, kind: str) -> None:
+    if name == "bert":  # whose class has a loss of its own
+        model = encoder("ModernBert", vocab_size=VOCABULARY, pad_token_id=0, embedding_dropout=0.0, mlp_dropout=0.0)
+        model.config.attention_dropout = 0.0
+        model = type(model)(model.config).train()
+    else:
+        model = build(name)
+    every = batches(kind, 2)
+    own = model.loss_function = partial(focal, shift=name != "bert")
+    wide = [model.get_parameter(n) for n, _ in model.named_parameters()]
+    valid = sum(int((batch["labels"][:, int(name != "bert") :] != -100).sum()) for batch in every)
+    whole = sum(own(logits_of(model, batch), batch["labels"], num_items_in_batch=valid) for batch in every)
+    expected = torch.autograd.grad(whole, wide, allow_unused=True)
+
+    def rank(comm: Comm) -> Any:
+        mine, batch, found = copy.deepcopy(model), every[comm.rank], []
+        for options, more in (({"average_over": 2}, {}), ({}, {"num_items_in_batch": torch.tensor(2 * valid)})):
+            with seqpar.parallelize(mine, comm, plan=PLANS["ring"], **options):
+                loss = mine(**batch, **more).loss
+                grads = torch.autograd.grad(loss, [*mine.parameters()], allow_unused=True)
+                found.append((float(loss.detach()), [torch.zeros(()) if g is None else g for g in grads]))
+        return found
+
+    (mean, items), (same, others) = run_threads(2, rank)
+    assert mean[0] == same[0] == pytest.approx(float(whole.detach()), rel=1e-5)
+    assert 2 * (items[0] + others[0]) == pytest.approx(mean[0], rel=1e-5)
+    most = max(float(g.abs().max()) for g in expected if g is not None)
+    for one, other, half, rest, g in zip(mean[1], same[1], items[1], others[1], expected, strict=True):
+        for total in ((one + other) / 2, 2 * (half + rest)):
+            assert g is None or (total - g).abs().max() <= 1e-5 * max(float(g.abs().max()), 0.1 * most)
 
 
 def test_logits_that_one_rank_alone_leaves_out_are_refused() -> None:

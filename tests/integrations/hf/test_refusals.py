@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -522,6 +523,20 @@ def test_a_loss_that_is_not_over_tokens_is_left_to_its_owner() -> None:
         ):
             model(**BATCH)
         assert model(input_ids=IDS).logits.shape == (2, 9, 61)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
+    lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.mean(),
+    lambda logits, labels, **_: F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten()),
+    lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1),
+])  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_loss_function_that_is_no_mean_over_rows(loss: Any, device: str) -> None:
+    model = build("llama").to(device)  # of a model on meta, a small one is tried
+    model.loss_function = loss
+    with seqpar.parallelize(model, LocalComm()) as handle:
+        assert "is not among" in handle.fit.loss and "nor a mean over rows" in handle.fit.loss
 
 
 def test_what_is_no_model_of_theirs_is_refused() -> None:

@@ -33,12 +33,11 @@ from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, tex
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.forward import Forward, Noted, called_by, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, AtHome, pools
-from seqpar.integrations.hf.logits import softcap_of, softcapped, tokens_of
+from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, softcapped, tokens_of
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.positions import counted_pad, counting_of
+from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
-from seqpar.integrations.hf.token_dropout import dropping_tokens, shares
 from seqpar.integrations.hf.trial.weights import check_shown
 from seqpar.integrations.hf.trial.wide import quantised, wide
 from seqpar.integrations.hf.unlisted import unlisted
@@ -259,7 +258,7 @@ def findings(runs: TrialRuns) -> ModelFit | None:
     labels = (runs.ids * 3 + 1) % min(vocabulary, whole["logits"].shape[-1] if "logits" in whole else vocabulary)
     shift, loss = _loss(runs, whole, labels)
     by_items = not loss and _by_items(runs, labels)
-    head, softcap = _head(runs, whole, hidden)
+    head, softcap = _head(runs, whole, hidden) if model.loss_function in SHIFTS else (None, 0.0)
     counting = counting_of(
         lambda tokens, **given: runs(tokens, **given)[result], runs.close, runs.ids, counted_pad(model)
     )
@@ -299,8 +298,10 @@ def _loss(runs: TrialRuns, whole: Any, labels: Tensor) -> tuple[str, str]:
     if "logits" not in whole:
         return "row", "it returns no logits"
     if function not in SHIFTS:
-        name = getattr(function, "__name__", repr(function))
-        return "row", f"its loss_function {name} is not among {', '.join(known.__name__ for known in SHIFTS)}"
+        if shift := _own_shift(runs, whole["logits"][0].cpu(), labels):
+            return shift, ""
+        name, known = getattr(function, "__name__", repr(function)), ", ".join(each.__name__ for each in SHIFTS)
+        return "row", f"its loss_function {name} is not among {known}, nor a mean over rows of logits and labels"
     shift = SHIFTS[function]
 
     def is_mean(out: Any) -> bool:
@@ -316,6 +317,25 @@ def _loss(runs: TrialRuns, whole: Any, labels: Tensor) -> tuple[str, str]:
     if out.get("logits") is not None and not is_mean(out):
         return shift, "its loss in training is not the cross-entropy of its logits alone"
     return shift, ""
+
+
+def _own_shift(runs: TrialRuns, logits: Tensor, labels: Tensor) -> str:
+    """The rows that labels of an own loss_function belong to, if it is a mean over rows; else ""."""
+    own, some = partial(mean_of_rows, runs.model), torch.arange(TOKENS, device="cpu") % 3 > 0
+    try:
+        losses = [runs.on_all(labels=labels[None]).loss]
+        with _as_in_training(runs):
+            losses.append(runs.on_all(labels=labels[None]).loss)
+        labels = labels.cpu()  # where a function that knows no -100 raises
+        for shift, rows, wanted in (("row", logits[:-1], labels[1:]), ("none", logits, labels)):
+            counts, each = some[: len(rows)], [own(*pair, shift) for pair in zip(rows.split(1), wanted.split(1))]
+            fewer, expected = own(rows, wanted.where(counts, -100), shift), torch.stack(each)
+            pairs = [(fewer, expected[counts].mean()), *((loss.cpu(), expected.mean()) for loss in losses)]
+            if all(_same(a, b, rows.abs().max() + expected.abs().max()) for a, b in pairs):
+                return shift
+    except Exception:  # it takes other arguments
+        return ""
+    return ""
 
 
 def _same(a: Tensor, b: Tensor, size: Tensor) -> bool:

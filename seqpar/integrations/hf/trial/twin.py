@@ -93,6 +93,8 @@ def _made(model: PreTrainedModel) -> PreTrainedModel:
         for p in twin.parameters():
             if p.dim() > 1:  # weights at which attention matters
                 nn.init.normal_(p, 0.0, p.shape[-1] ** -0.5)
+    if (own := vars(model).get("_loss_function")) is not None:
+        twin.loss_function = own
     return twin.train(model.training)
 
 
