@@ -1,7 +1,8 @@
-"""Tests of what the oldest transformers that pyproject.toml allows does not have, or does otherwise.
+"""Tests of what a release of transformers does not have, does otherwise, or cannot run itself.
 
-`make test` runs them all, with the version of `constraints.txt`; with one before `SINCE` these are skipped. What such a
-release refuses where a later one does not is no fault of it: a model on ranks is right there, or refused by name.
+`make test` runs all but the last, with the version of `constraints.txt`; with one before `SINCE` those of `NEWER` are
+skipped. What such a release refuses where a later one does not is no fault of it: a model on ranks is right there, or
+refused by name.
 """
 
 from __future__ import annotations
@@ -36,14 +37,27 @@ NEWER = {
     f"{HF}test_unlisted.py::test_a_model_on_ranks_is_the_model_of_one_process[falcon": "Falcon makes its own mask",
 }  # fmt: skip
 
+# the same of one release
+LLAMA4 = "Llama 4 with images fails on one process: 'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'"
+BROKEN = {
+    "5.24.0": {
+        f"{HF}test_vision.py::test_every_family_spread_and_form[llama4-": LLAMA4,
+        f"{HF}test_vision.py::test_losses_and_gradients_are_those_of_one_process[llama4-": LLAMA4,
+        f"{HF}test_absent.py::test_what_is_absent_means_what_it_means_on_one_process[llama4]": LLAMA4,
+    },
+}  # fmt: skip
+
 
 def skip_newer(items: list[pytest.Item]) -> None:
-    """Skip the tests of `NEWER` where transformers is older than `SINCE`."""
+    """Skip the tests of `NEWER` where transformers is older than `SINCE`, and of `BROKEN` with that release."""
     try:
-        release = tuple(map(int, version("transformers").split(".")[:2]))
+        installed = version("transformers")
     except PackageNotFoundError:
         return
-    for item in items if release < SINCE else ():
+    skipped = dict(BROKEN.get(installed, {}))
+    if tuple(map(int, installed.split(".")[:2])) < SINCE:
+        skipped |= NEWER
+    for item in items:
         name = item.nodeid.partition("tests/")[2] or item.nodeid
-        if why := next((why for start, why in NEWER.items() if name.startswith(start)), ""):
+        if why := next((why for start, why in skipped.items() if name.startswith(start)), ""):
             item.add_marker(pytest.mark.skip(reason=f"not in this release of transformers: {why}"))
