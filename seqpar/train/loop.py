@@ -1,18 +1,13 @@
 """`Loop`: checks on the training loop of a parallel model, between its forwards, where all ranks must do the same.
 
-At each forward, ranks compare a hash of some weights while they announce their batches. If it differs, then:
-
-    at the first forward, or of new parameters  other weights were loaded or drawn: an error
-    after a backward without a sum              the optimizer stepped by each rank's own share: an error
-    else by no more than rounding               ranks drift apart, by operations that are not deterministic: a warning
-    else                                        a step came before the sum, or one rank loaded other weights: an error
+At each forward, ranks compare a hash of some weights while they announce their batches. If it differs, other weights
+were loaded or drawn, or an optimizer stepped by each rank's own share of the gradients: an error.
 
 They compare a hash of some buffers too; if it differs, each rank has loaded them, or changed them, by itself, and a
 warning says so.
 
 The host waits for no GPU, except until ranks have agreed once: later it is the hash of the forward before, which the
-GPU has long computed. Hooks on the sampled parameters detect a backward. `sync_gradients` finds the loop by the model's
-parameters.
+GPU has long computed. `sync_gradients` finds the loop by the model's parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from seqpar.comm import Comm
 from seqpar.comm.protocol import DEAD, PeerError
@@ -64,23 +58,19 @@ class Loop:
         self.model, self.comm, self.average_over = model, comm, average_over
         self._ranks = frozenset(comm.gather(f"{within}({type(model).__name__})", global_rank()))
         self._sample: list[Sampled] = []
-        self._hooks: list[RemovableHandle] = []
         self._places: list[BufferPlace] | None = []  # of buffers; None once ranks were told that these differ
         self._latest = {WEIGHTS: Latest(), BUFFERS: Latest()}
         self._shards: dict[int, int] = {}  # ids of parameters that are whole in a forward -> of those of the optimizer
-        self._unsummed: set[int] = set()  # ids of parameters whose gradients were not summed since a backward
         self._known: set[int] = set()  # ids of the parameters at the time of sampling
         self._grown = False  # whether other parameters have appeared
         self._agreed = False  # whether ranks have had equal weights once
-        self._trains = False  # whether there was a backward
+        self._begun = False  # whether they have had them before parameters were new
         self._count = -1  # number of parameters on which ranks agreed
-        self._wrapped = False  # whether a wrapper reduces the gradients
         self.reduced: Averaging | None = None  # the wrapper that reduces those of the last forward in training
         self._due = False  # whether a forward's gradients were not summed since
         self._alike: int | None = 0  # how often all ranks brought the same batch; None once that is settled
         self._checked = False  # whether the wrapper was compared with average_over
         self._wrapper = WrapperCheck(self._ranks, comm.size)
-        self._quiet = comm.size == 1  # whether there is nothing to compare, or all was reported
         with _opening:
             _open.add(self)
 
@@ -90,7 +80,7 @@ class Loop:
         Raises: as `Comm.gather`; ValueError on every rank if weights differ at the first call, or because gradients
         were not summed.
         """
-        more = {} if self._quiet else self._hashes()
+        more = {} if self.comm.size == 1 else self._hashes()
         gathered, differing = None, ""
         try:
             gathered = self._gather(what, value, error, dict(facts) | more)
@@ -102,7 +92,7 @@ class Loop:
             (self._compare if differing == WEIGHTS else self._compare_buffers)(what)
             gathered = self._gather(what, value, error, facts)
         if not self._agreed:
-            self._agreed = True
+            self._agreed = self._begun = True
             self._take()
         return gathered
 
@@ -138,7 +128,6 @@ class Loop:
     def wrapper(self) -> Averaging | None:
         """The wrapper that reduces the gradients of the current forward, in training, over the comm."""
         self.reduced = self._wrapper.find(self.model)
-        self._wrapped |= self.reduced is not None
         return self.reduced
 
     def note_results(self, rows: int, results: Iterable[Tensor]) -> None:
@@ -173,7 +162,6 @@ class Loop:
     def summed(self, parameters: Sequence[Tensor]) -> None:
         """Note that the gradients of these parameters are now sums over ranks."""
         ids = {id(p) for p in parameters}
-        self._unsummed -= ids
         self._due = False
         self._grown |= not ids <= self._known
 
@@ -187,15 +175,9 @@ class Loop:
         return any(id(p) in ids for p in self.model.parameters())
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and leave `sync_gradients` alone."""
+        """Leave `sync_gradients` alone."""
         with _opening:
             _open.discard(self)
-        self._forget()
-
-    def _forget(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._sample, self._latest[WEIGHTS], self._unsummed = [], [], Latest(), set()
 
     def _hashes(self) -> dict[str, str]:
         """The hashes that ranks compare."""
@@ -208,7 +190,7 @@ class Loop:
 
     def _take(self) -> None:
         """Sample the model: all parameters until ranks have agreed on them, later only a few."""
-        self._forget()
+        self._latest[WEIGHTS] = Latest()
         every, self._grown = sampled(self.model, self._ranks), False
         self._shards = shards(self.model)
         self._known |= {self._id(each.parameter) for each in every}
@@ -216,13 +198,6 @@ class Loop:
             self._count, self._agreed = len(every), False
         self._sample = spread(every) if self._agreed else every
         self._places = None if self._places is None else buffer_places(self.model)
-        # FSDP1 has parameters that are views of its own
-        trained = [each.parameter for each in spread(every) if each.trained and each.parameter.is_leaf]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        self._trains = True
-        self._unsummed.add(self._id(parameter))
 
     def _id(self, parameter: Tensor) -> int:
         """The id of the parameter that an optimizer has in place of this one."""
@@ -230,30 +205,24 @@ class Loop:
 
     def _compare(self, what: str) -> None:
         """Find the weights behind unequal hashes, and raise or warn. A collective."""
-        stepped = {each.name for each in self._sample if self._id(each.parameter) in self._unsummed}
         frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
-        found = self.comm.gather(f"{what}: weights", (values(self._sample), stepped, frozen))
-        for rank, (*_, other) in enumerate(found):
-            if odd := sorted(other ^ found[0][2]):
+        found = self.comm.gather(f"{what}: weights", (values(self._sample), frozen))
+        for rank, (_, other) in enumerate(found):
+            if odd := sorted(other ^ found[0][1]):
                 where = (rank, 0) if odd[0] in other else (0, rank)
                 raise ValueError(
                     f"{what}: ranks differ in what requires gradients: {odd[0]} is frozen on rank {where[0]} and not "
                     f"on rank {where[1]} ({len(odd)} in all); freeze the same parameters on every rank"
                 )
-        worst = difference([several for several, *_ in found])
+        worst = difference([several for several, _ in found])
         if worst is None:
             return
         told = f"{what}: {worst.name} differs by up to {worst.largest:.3g} between rank 0 and rank {worst.rank}"
         if not self._agreed:
-            since = "parameters are new" if self._trains else "nothing has trained yet"
+            since = "parameters are new" if self._begun else "nothing has trained yet"
             raise ValueError(
                 f"{told}, and {since}; load the same weights on every rank, or call "
                 "torch.manual_seed(0) before you create the model"
-            )
-        if any(worst.name in names for _, names, _ in found) and not self._wrapped:
-            raise ValueError(
-                f"{told} since an optimizer stepped with gradients that were not summed over ranks; start again from "
-                "equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before every step"
             )
         if math.isinf(worst.largest):
             raise ValueError(
@@ -261,15 +230,10 @@ class Loop:
                 "from equal weights, and call sync_gradients before GradScaler.unscale_, so that all ranks find the "
                 "same overflow"
             )
-        if not any(each.name == worst.name and worst.is_rounding(each.parameter.dtype) for each in self._sample):
-            raise ValueError(
-                f"{told}, though gradients were summed: an optimizer stepped before their sum, or some ranks loaded or "
-                "drew other weights; start again from equal weights, call sync_gradients before every step of the "
-                "optimizer, and load weights on every rank"
-            )
-        self._quiet = True
-        self._warn(
-            f"{told}, though gradients were summed: ranks drift apart, as by operations that are not deterministic"
+        raise ValueError(
+            f"{told}: an optimizer stepped with gradients that were not summed over ranks, or stepped before their "
+            "sum, or some ranks loaded or drew other weights; start again from equal weights, call "
+            "seqpar.train.sync_gradients(model.parameters(), comm) before every step, and load weights on every rank"
         )
 
     def _compare_buffers(self, what: str) -> None:

@@ -172,19 +172,11 @@ def _kinds(sample: Sequence[Sampled]) -> list[dict[str, Tensor]]:
 
 
 class Difference(NamedTuple):
-    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0.
-
-    scale: the parameter's largest value.
-    """
+    """The largest difference of two ranks' samples: the parameter, and the rank that differs from rank 0."""
 
     name: str
     rank: int
     largest: float
-    scale: float
-
-    def is_rounding(self, dtype: torch.dtype) -> bool:
-        """Whether one step of an optimizer, rounded otherwise on each rank, may make this difference."""
-        return dtype.is_floating_point and self.largest <= 4 * torch.finfo(dtype).eps * self.scale
 
 
 def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
@@ -192,12 +184,9 @@ def difference(found: Sequence[dict[str, Tensor]]) -> Difference | None:
     worst: Difference | None = None
     for rank, other in enumerate(found):
         for name in found[0] | other:
-            one, another = found[0].get(name), other.get(name)
-            largest = _largest_gap(one, another)
+            largest = _largest_gap(found[0].get(name), other.get(name))
             if largest > (worst.largest if worst else 0.0):
-                worst = Difference(
-                    name, rank, largest, max(float(x.abs().max()) for x in (one, another) if x is not None)
-                )
+                worst = Difference(name, rank, largest)
     return worst
 
 

@@ -100,8 +100,8 @@ def test_a_run_starts_again_and_sums_gradients_before_every_step() -> None:
             model.zero_grad()
             with advised(
                 ValueError,
-                "start again from equal weights, and call seqpar.train.sync_gradients(model.parameters(), comm) before "
-                "every step",
+                "start again from equal weights, call seqpar.train.sync_gradients(model.parameters(), comm) before "
+                "every step, and load weights on every rank",
             ):
                 model(**EVERY[comm.rank])
             model.load_state_dict(MODEL.state_dict())
@@ -232,8 +232,8 @@ def test_gradients_are_summed_before_every_step_and_weights_loaded_on_every_rank
         seqpar.parallelize(model, comm)
         with advised(
             ValueError,
-            "start again from equal weights, call sync_gradients before every step of the optimizer, and load weights "
-            "on every rank",
+            "start again from equal weights, call seqpar.train.sync_gradients(model.parameters(), comm) before every "
+            "step, and load weights on every rank",
         ):
             for _ in range(2):
                 step(comm, model, wrong=mistake)

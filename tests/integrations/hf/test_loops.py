@@ -97,30 +97,19 @@ def test_other_weights_at_the_first_forward_are_an_error_on_every_rank(other: st
     assert results[0] == results[1]
 
 
-def test_ranks_that_drift_apart_are_told_once() -> None:
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(MODEL)
-        with seqpar.parallelize(own, comm):
-            for step in range(4):
-                own(**EVERY[comm.rank]).loss.backward()
-                sync_gradients(own.parameters(), comm)
-                with torch.no_grad():
-                    for p in own.parameters():
-                        p -= 0.1 * p.grad
-                        if comm.rank and step == 1:
-                            torch.nextafter(p, torch.tensor(9.0), out=p)  # a last digit, as of another order of sums
-                own.zero_grad()
-
-    with told(1) as texts:
-        run_threads(RANKS, rank)
-    assert "between rank 0 and rank 1, though gradients were summed: ranks drift apart" in texts[0]
-
-
 def stepping_before_the_sum(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) -> None:
     own(**EVERY[comm.rank]).loss.backward()
     optimizer.step()
     sync_gradients(own.parameters(), comm)
     optimizer.zero_grad()
+
+
+def drifting(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) -> None:
+    """By a last digit."""
+    plain(own, comm, optimizer, 0)
+    if comm.rank:
+        with torch.no_grad():
+            own.lm_head.weight.copy_(torch.nextafter(own.lm_head.weight, torch.tensor(9.0)))
 
 
 def loading_on_one_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) -> None:
@@ -130,12 +119,12 @@ def loading_on_one_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) 
 
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-6])
-@pytest.mark.parametrize("step", [stepping_before_the_sum, loading_on_one_rank])
+@pytest.mark.parametrize("step", [stepping_before_the_sum, loading_on_one_rank, drifting])
 def test_weights_that_differ_after_a_sum_are_an_error_that_names_both_causes(step: Any, lr: float) -> None:
     def rank(comm: Comm) -> str:
         own = copy.deepcopy(MODEL)
         optimizer = torch.optim.AdamW(own.parameters(), lr=lr)
-        match = "stepped before their sum, or some ranks loaded"
+        match = "or stepped before their sum, or some ranks loaded"
         with seqpar.parallelize(own, comm), pytest.raises(ValueError, match=match) as raised:
             for _ in range(3):
                 step(own, comm, optimizer)
@@ -294,7 +283,7 @@ def test_a_step_by_gradients_that_nobody_summed_is_an_error(lora: bool) -> None:
             own(**EVERY[comm.rank]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            with pytest.raises(ValueError, match="not summed over ranks; start again from equal weights") as raised:
+            with pytest.raises(ValueError, match="not summed over ranks, .*; start again from equal weights") as raised:
                 own(**EVERY[comm.rank])
             own.load_state_dict(before)  # as the error says
             optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
@@ -635,9 +624,6 @@ def test_a_wrapper_over_replicas_does_not_stand_for_the_sum_over_the_comm(how: s
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_ranks_that_drift_apart_under_a_wrapper_over_replicas_are_told(how: str) -> None:
-    for rank, (error, texts, _) in enumerate(run_processes(4, meshed, how, "dp", 1, "sp", 1e-8)):
-        assert not error and len(texts) == (rank % 2 == 0)
-        assert all("lm_head.weight differs by up to" in x and "though gradients were summed" in x for x in texts)
     for error, texts, _ in run_processes(4, meshed, how, "dp", 1, "sp", 1e-3):
         assert not texts and "lm_head.weight differs by up to 0.001" in error and "stepped before their sum" in error
 
