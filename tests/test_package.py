@@ -33,7 +33,7 @@ PACKAGE = ROOT / "seqpar"
 FACTS = {"facts"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
 FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
-FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "foreign", "dsp", "data", "train", "integrations"}
+FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "foreign", "trial", "dsp", "data", "train", "integrations"}
 ANY = None  # floor 4 may use any third party
 TENSORS = {"numpy", "torch"}
 FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
@@ -45,10 +45,11 @@ FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "kernels": (FACTS | {"native"}, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
     "foreign": ({"comm"}, TENSORS),
+    "trial": (FLOOR_2 | {"foreign"}, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
     "recurrent": (FLOOR_2, TENSORS),
     **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
-    "dsp": (FLOOR_2 | {"parallel", "foreign", "train"}, TENSORS | {"einops"}),
+    "dsp": (FLOOR_2 | {"parallel", "foreign", "trial", "train"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "launch": (FLOOR_3, ANY),
     "testing": (FLOOR_3 | {"launch"}, ANY),
@@ -100,19 +101,21 @@ ORDER = {
     """,
     "nn": "checkpoint source attention multihead __init__",
     "testing": "oracle comparison __init__",
-    "foreign": "randomness asleep kinds rounding wrap hooks saved_state code fingerprint weights gradients __init__",
+    "foreign": "kinds wrap hooks fingerprint weights gradients __init__",
+    "trial": """
+        randomness near_zero rounding exact protect code nested sizes rows record compare stand_ins runs modules
+        __init__
+    """,
     "integrations": """
-        adapters hf hf/config probe
-        probe/nested probe/sizes probe/rows probe/record probe/compare probe/stand_ins probe/trial
-        probe/inspection probe/calls
-        sdpa/fused sdpa/mask sdpa/trials sdpa/reroute sdpa/model sdpa
+        adapters hf hf/config
+        sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
         hf/mask hf/forward hf/sizes hf/shape hf/planning hf/ahead hf/attention hf/registry
         hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted
         hf/logits hf/towers
-        hf/trial hf/trial/weights hf/trial/wide hf/trial/twin hf/trial/runs hf/trial/fit
+        hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
         hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers

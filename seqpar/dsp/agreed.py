@@ -14,15 +14,15 @@ from seqpar.dsp.checks import check_modules, check_results, kept
 from seqpar.dsp.runner import ForwardState
 from seqpar.dsp.spec import Spec
 from seqpar.dsp.trial import COUNTS
-from seqpar.foreign.code import Few, KnownCodes, autocast_dtypes, code_of
 from seqpar.foreign.fingerprint import hashed, leaves
 from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks
 from seqpar.foreign.kinds import name_of
-from seqpar.foreign.randomness import active_dropout
 from seqpar.foreign.weights import WeightChecks, check_weights
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.train.dtensor import global_rank
 from seqpar.train.wrappers import WrapperCheck
+from seqpar.trial.code import Few, KnownCodes, autocast_dtypes, code_of
+from seqpar.trial.randomness import active_dropout
 
 KINDS = 16  # settings of calls that are looked at one by one
 

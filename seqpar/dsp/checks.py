@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
 from seqpar.foreign.fingerprint import leaves
-from seqpar.foreign.randomness import draws
-from seqpar.foreign.saved_state import OF_MODULES, held
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import version_of
+from seqpar.trial.protect import OF_MODULES, held
+from seqpar.trial.randomness import draws
 
 MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
 MIXING_BETWEEN = (  # what mixes rows unless they are samples to it; inside a stage a trial tells

@@ -36,10 +36,10 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding
 from seqpar.dsp.spec import Block
-from seqpar.foreign.asleep import asleep, awake, is_plain
-from seqpar.foreign.rounding import ROUGH, is_rough
-from seqpar.foreign.saved_state import OF_MODULES, SavedState, eager, held, saved
 from seqpar.ops.core.compared import gap, version_of
+from seqpar.trial.near_zero import is_plain, near_zero, without_zeros
+from seqpar.trial.protect import OF_MODULES, SavedState, eager, held, saved
+from seqpar.trial.rounding import ROUGH, is_rough
 
 log = logging.getLogger("seqpar.dsp")
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
@@ -89,7 +89,7 @@ class Trial:
             return {}
         kept = [x.detach().clone() for x in outs]
         try:
-            with saved(self.module), awake(self.module):
+            with saved(self.module), without_zeros(self.module):
                 afresh = not self.before.would_write()
                 if afresh:  # what the stage keeps of its rows comes again from changed ones
                     self.before.restore()
@@ -148,7 +148,7 @@ class Trial:
     def _telling(self, name: str, x: Tensor) -> Tensor:
         """An argument, in new memory if it has rows, and with other values if its own would hide what a stage does."""
         if name not in self.block.stream:
-            if is_plain(x) and asleep(x.detach(), parts=False) is not None:
+            if is_plain(x) and near_zero(x.detach(), parts=False) is not None:
                 return _filled(x)
             return x.detach().clone() if name in self.forms else x
         x, dims = x.detach().clone(), [dim for dim in self.dims if dim in form_of(self.forms[name]).names]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.advice.remedies import HOLE, PACKAGE, followed, remedies
 
-ROOMS = ("integrations", "foreign", "train", "data", "nn")
+ROOMS = ("integrations", "foreign", "trial", "train", "data", "nn")
 BESIDE = PACKAGE / "ops" / "core" / "regions.py"  # the checkpoints that rooms above refuse
 # what runs when a comm has been made, as all of `protocol` does; other functions are taken for those of constructors,
 # so that no remedy of one is overlooked: add here what is none

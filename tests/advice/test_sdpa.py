@@ -24,9 +24,9 @@ from seqpar.testing import dense_attention, run_processes, run_threads
 from seqpar.train import cross_entropy, sync_gradients, token_mean
 from tests.advice.remedies import advised, default_group
 from tests.integrations.hf.models import build
-from tests.integrations.probe.models import ALONE as ALONE_BY_ROWS
-from tests.integrations.probe.models import made
-from tests.integrations.probe.test_rows_together import call, meeting
+from tests.trial.models import ALONE as ALONE_BY_ROWS
+from tests.trial.models import made
+from tests.trial.test_rows_together import call, meeting
 
 TOKENS, HEADS, DIM = 8, 2, 4
 MASK = Mask([TOKENS])

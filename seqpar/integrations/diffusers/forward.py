@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.entry import uncompiled
-from seqpar.foreign.randomness import draws
 from seqpar.integrations.diffusers.tokens import Sharing, Streams, TokenCounts
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.ops.core.regions import run_again_inside
+from seqpar.trial.randomness import draws
 
 
 class SharedForward(Rerouting):

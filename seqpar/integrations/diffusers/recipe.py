@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from seqpar.foreign.hooks import Named, check_hooks, warn_of_own_code
 from seqpar.foreign.kinds import name_of
-from seqpar.foreign.randomness import active_dropout
 from seqpar.foreign.wrap import is_surrounded
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.tokens import Streams, TokenCounts
 from seqpar.integrations.diffusers.wrappers import attending, attending_whole, gathering_rows
+from seqpar.trial.randomness import active_dropout
 
 
 def attentions(named: Named) -> list[tuple[str, nn.Module]]:

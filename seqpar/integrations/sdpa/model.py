@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
-from seqpar.foreign.code import code_among
 from seqpar.foreign.fingerprint import leaves
 from seqpar.foreign.weights import COMPARED
 from seqpar.foreign.wrap import ParallelModel, refuse_unready
-from seqpar.integrations.probe.calls import ModelCall, way_of
-from seqpar.integrations.probe.inspection import dropping, mixing, renorming
-from seqpar.integrations.probe.record import under_trial
+from seqpar.integrations.sdpa.calls import ModelCall, way_of
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -30,6 +27,9 @@ from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
 from seqpar.train.wrappers import Averaging, LossCheck
+from seqpar.trial.code import code_among
+from seqpar.trial.modules import dropping, mixing, renorming
+from seqpar.trial.record import under_trial
 
 
 def parallelize(

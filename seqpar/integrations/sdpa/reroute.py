@@ -25,8 +25,6 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.local import warn_alone
 from seqpar.facts.mask import Mask
-from seqpar.integrations.probe.record import under_trial
-from seqpar.integrations.probe.stand_ins import stand_in
 from seqpar.integrations.sdpa.fused import FUSED_PATHS, attends, in_flex_attention
 from seqpar.integrations.sdpa.mask import KnownMask, is_lower_triangle, plan_under, samples_meet, seen_pairs
 from seqpar.integrations.sdpa.trials import ModelsInside
@@ -38,6 +36,8 @@ from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.core.regions import Region, run_again_inside, under_way
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
+from seqpar.trial.record import under_trial
+from seqpar.trial.stand_ins import stand_in
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -77,7 +77,7 @@ def sdpa(
     `seqpar.nn.Attention`.
 
     A module that attends inside the block is tried when the block first ends with it, without gradients: outside
-    attention, each row's result must depend on that row alone (`seqpar.integrations.probe`). Code between modules is
+    attention, each row's result must depend on that row alone (`seqpar.trial`). Code between modules is
     not tried.
 
     Raises: ValueError for rows or a mask that are not the plan's; NotImplementedError for a module that mixes rows

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.foreign.code import Code, code_among, under_autocast
-from seqpar.integrations.probe.calls import CallWay, ModelCall, outermost, way_of
-from seqpar.integrations.probe.inspection import SEES, dropping, of_transformers, renorming
+from seqpar.integrations.sdpa.calls import CallWay, ModelCall, outermost, way_of
 from seqpar.plan import Plan
 from seqpar.train import check_model
+from seqpar.trial.code import Code, code_among, under_autocast
+from seqpar.trial.modules import SEES, dropping, of_transformers, renorming
 
 _NEVER_FILLED = (Tensor, bool, int, float, str, type(None))
 

@@ -22,7 +22,7 @@ from seqpar.testing import run_threads
 from seqpar.train import token_mean
 from tests.integrations.hf import hybrids
 from tests.integrations.hf.models import SIZES, batches, build, one_process, packed
-from tests.integrations.probe.test_rows import Hashed
+from tests.trial.test_rows import Hashed
 
 EVERY = batches("right", 2)
 

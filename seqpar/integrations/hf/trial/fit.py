@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqpar.foreign.saved_state import saved
 from seqpar.integrations.hf.attention import OwnMask
 from seqpar.integrations.hf.config import EDITED, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import AtHome, has_pad, tried
@@ -33,7 +32,8 @@ from seqpar.integrations.hf.trial.runs import (
 from seqpar.integrations.hf.trial.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.trial.weights import NoWeights, check_weights
 from seqpar.integrations.hf.unlisted import unlisted
-from seqpar.integrations.probe.inspection import dropping
+from seqpar.trial.modules import dropping
+from seqpar.trial.protect import saved
 
 EMPTY = "it has no parameters"
 OWN_MASK = "it makes its attention mask itself"

@@ -25,9 +25,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.foreign.asleep import awake
 from seqpar.foreign.kinds import name_of
-from seqpar.foreign.saved_state import eager
 from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, text_of
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
@@ -39,13 +37,15 @@ from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.trial.weights import check_shown
-from seqpar.integrations.hf.trial.wide import quantised, wide
 from seqpar.integrations.hf.unlisted import unlisted
-from seqpar.integrations.probe.stand_ins import Deterministic
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import surround
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy
+from seqpar.trial.exact import quantised, wide
+from seqpar.trial.near_zero import without_zeros
+from seqpar.trial.protect import eager
+from seqpar.trial.stand_ins import Deterministic
 
 TOKENS = 13  # of a trial
 ROUNDING = 1e-6  # of sums of 32 bits
@@ -114,7 +114,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def precise(model: nn.Module) -> Iterator[None]:
     """A quiet context in which rounding hides nothing, nor do weights that are nearly 0."""
-    with quiet(model), awake(model), exact_tables(model), wide(model):
+    with quiet(model), without_zeros(model), exact_tables(model), wide(model):
         yield
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
-from seqpar.foreign.saved_state import OF_MODULES, STATELESS, is_wrapper
 from seqpar.foreign.wrap import Around, closed_over
+from seqpar.trial.protect import OF_MODULES, STATELESS, is_wrapper
 
 FEW = 16  # elements of a container that are looked at
 DEEP = 3  # functions inside functions, as in closures and partials

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from seqpar.foreign import saved_state
-from seqpar.foreign.saved_state import saved
+from seqpar.trial import protect
+from seqpar.trial.protect import saved
 
 
 class Holding(nn.Module):
@@ -42,7 +42,7 @@ def test_tensors_whose_values_cannot_be_kept_are_left_alone(monkeypatch) -> None
     small = torch.zeros(4, dtype=torch.uint8).view(torch.uint4)
     with saved(Holding(part), [small, torch.empty(2, device="meta"), torch.zeros(2).to_sparse()]):
         pass
-    monkeypatch.setattr(saved_state, "LARGEST", 64)
+    monkeypatch.setattr(protect, "LARGEST", 64)
     large, repeated = torch.zeros(17), torch.zeros(1).expand(1 << 40)
     with saved(Holding(large), [repeated]):
         large += 1

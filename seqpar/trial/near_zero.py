@@ -12,11 +12,11 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-ASLEEP = 1e-3  # a tensor whose largest element is below this may hide an effect
+NEAR_ZERO = 1e-3  # a tensor whose largest element is below this may hide an effect
 SOME = 4096  # elements of a tensor; usually one of them tells that it is not nearly zero
 
 
-def awakened(model: nn.Module) -> dict[int, Tensor]:
+def in_place_of_zeros(model: nn.Module) -> dict[int, Tensor]:
     """Random weights in place of nearly zero parameters, and of zero rows and columns, by the parameters' ids.
 
     Biases of PyTorch's own modules never act as gates, and stay.
@@ -29,7 +29,7 @@ def awakened(model: nn.Module) -> dict[int, Tensor]:
             bias = name.endswith("bias") and type(module).__module__.startswith("torch.nn.")
             if p is None or id(p) in weights or bias or not is_plain(p):
                 continue
-            zeros = asleep(p.detach(), parts=id(p) not in tables)
+            zeros = near_zero(p.detach(), parts=id(p) not in tables)
             if zeros is not None:
                 drawn = torch.rand(p.shape, generator=generator, device="cpu")
                 # a vector may have to be positive; a matrix should preserve the size of its input
@@ -39,10 +39,10 @@ def awakened(model: nn.Module) -> dict[int, Tensor]:
 
 
 @contextmanager
-def awake(model: nn.Module) -> Iterator[None]:
-    """A context in which parameters have the values of `awakened`; nothing is written to their own memory."""
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """A context in which parameters have the values of `in_place_of_zeros`; nothing is written to their own memory."""
     with torch._C.DisableTorchFunction():  # a mode around may refuse random numbers, or replace them
-        others = awakened(model)
+        others = in_place_of_zeros(model)
     own = [(p, p.data) for p in model.parameters() if id(p) in others and not p.is_inference()]
     try:
         for p, _ in own:
@@ -59,13 +59,13 @@ def is_plain(x: Tensor) -> bool:
     return plain and not x.is_meta and bool(x.numel()) and x.is_floating_point() and x.dtype.itemsize > 1
 
 
-def asleep(x: Tensor, parts: bool) -> Tensor | None:
+def near_zero(x: Tensor, parts: bool) -> Tensor | None:
     """Where a plain tensor may hide an effect, or None: everywhere if it is nearly zero, else in zero rows and columns.
 
     parts: whether to look for these.
     """
     # a look at some elements tells enough of most parameters, which may be large
-    if _largest(x.reshape(-1)[:: -(-x.numel() // SOME)]) <= ASLEEP and _largest(x) <= ASLEEP:
+    if _largest(x.reshape(-1)[:: -(-x.numel() // SOME)]) <= NEAR_ZERO and _largest(x) <= NEAR_ZERO:
         return torch.ones_like(x, dtype=torch.bool)
     zero = [_zeros(x, dim) for dim in {0, x.dim() - 1}] if parts and x.dim() else []
     return reduce(torch.logical_or, zero) if any(map(torch.any, zero)) else None

@@ -5,7 +5,7 @@
     random numbers   all equal; dropout drops nothing
 
 A mode replaces them for this thread's calls only: the model is not touched. Where parameters go into functions that no
-mode sees, as those of seqpar's mixers, `seqpar.foreign.asleep.awake` lends them other values instead.
+mode sees, as those of seqpar's mixers, `seqpar.trial.near_zero.without_zeros` lends them other values instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from seqpar.foreign.randomness import undrawn
-from seqpar.integrations.probe.record import under_trial
 from seqpar.plan import Plan
+from seqpar.trial.randomness import undrawn
+from seqpar.trial.record import under_trial
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -37,18 +37,18 @@ def stand_in(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 class Deterministic(TorchFunctionMode):
     """A mode without random numbers: dropout drops nothing, and draws return equal numbers.
 
-    awake: replacements of parameters, by the parameters' ids.
+    weights: replacements of parameters, by the parameters' ids.
     """
 
-    def __init__(self, awake: Mapping[int, Tensor]) -> None:
+    def __init__(self, weights: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self.awake = awake
+        self.weights = weights
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.awake:
+        if self.weights:
             args, kwargs = (tree_map(self._substitute, value) for value in (args, kwargs))
         return undrawn(func, args, kwargs)
 
     def _substitute(self, x: Any) -> Any:
-        return self.awake.get(id(x), x) if isinstance(x, nn.Parameter) else x
+        return self.weights.get(id(x), x) if isinstance(x, nn.Parameter) else x

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.foreign.rounding import LOW
-from seqpar.foreign.saved_state import Buffers
-from seqpar.integrations.probe.nested import leaves
-from seqpar.integrations.probe.rows import FewerRows, Ranges, Sample, ShuffledRows
+from seqpar.trial.nested import leaves
+from seqpar.trial.protect import Buffers
+from seqpar.trial.rounding import LOW
+from seqpar.trial.rows import FewerRows, Ranges, Sample, ShuffledRows
 
 RESULT = "result"
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import PeerError
-from seqpar.foreign.rounding import coarseness
-from seqpar.foreign.saved_state import Buffers, SavedState, eager, saved
-from seqpar.integrations.probe.compare import Verdict, compare, unlike
-from seqpar.integrations.probe.nested import leaves, substituted
-from seqpar.integrations.probe.record import RunRecord, recording
-from seqpar.integrations.probe.rows import ArgumentRows, FewerRows, Positions, has_rows, is_mask, readings_of
+from seqpar.trial.compare import Verdict, compare, unlike
+from seqpar.trial.nested import leaves, substituted
+from seqpar.trial.protect import Buffers, SavedState, eager, saved
+from seqpar.trial.record import RunRecord, recording
+from seqpar.trial.rounding import coarseness
+from seqpar.trial.rows import ArgumentRows, FewerRows, Positions, has_rows, is_mask, readings_of
 
 READINGS = 12
 

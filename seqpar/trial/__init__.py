@@ -1,4 +1,4 @@
-"""Whether a model mixes rows outside attention: tried without gradients before several ranks compute it.
+"""Trials: whether several ranks can compute a model, found out on a few rows before it is trusted.
 
 A rank computes only some rows of a batch. That is right if each row of the model's output depends on that row alone,
 apart from attention, which knows the plan. Two runs of the model show whether this is so:
@@ -17,6 +17,8 @@ Positions counted from a rank's rows do not follow, and neither do convolutions,
 anything that depends on the longest position. The inputs and outputs of modules show which module is the first. Every
 element is judged by its usual size (`sizes`): a large one, as of masked logits, hides nothing.
 
-`trial` makes the runs and restores the model (`seqpar.foreign.saved_state`); `calls` decides when a model is tried, and
-tried again; `inspection` checks classes and configs before anything runs.
+Meanwhile the model is protected: buffers, attributes and random generators are restored (`protect`), weights near zero,
+which would hide what they multiply, have other values (`near_zero`), random numbers are all equal (`randomness`), and
+products are exact (`exact`). `runs` makes the runs of a model of plain PyTorch. `modules` looks at classes before
+anything runs. Ways in say only how to run a model and how to change its rows.
 """

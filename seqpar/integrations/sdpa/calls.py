@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.foreign.asleep import awakened
-from seqpar.foreign.code import Code, KnownCodes, autocast_dtypes
-from seqpar.integrations.probe.compare import Verdict
-from seqpar.integrations.probe.rows import Positions
-from seqpar.integrations.probe.stand_ins import Deterministic
-from seqpar.integrations.probe.trial import READINGS, try_model
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
+from seqpar.trial.code import Code, KnownCodes, autocast_dtypes
+from seqpar.trial.compare import Verdict
+from seqpar.trial.near_zero import in_place_of_zeros
+from seqpar.trial.rows import Positions
+from seqpar.trial.runs import READINGS, try_model
+from seqpar.trial.stand_ins import Deterministic
 
 AGAIN = 16  # the call at which a model that passed is tried once more
 KEPT = 64  # remembered ways of calling models, and codes of a model; the oldest go first
@@ -156,18 +156,18 @@ class ModelCall:
         positions = [Positions(own, self.longest - 1), Positions(every, plan.mask.tokens - 1)]
 
         # a shard's frozen part concerns its rank only, and a rank that fails with others would run again alone
-        awake = {} if self.together else awakened(self.model)
+        weights = {} if self.together else in_place_of_zeros(self.model)
 
         def replacing() -> AbstractContextManager[Any]:
             stack = ExitStack()
-            stack.enter_context(Deterministic(awake))
+            stack.enter_context(Deterministic(weights))
             stack.enter_context(block())
             return stack
 
         if not self.together:
             verdict = try_model(self.model, run, args, kwargs, positions, replacing)
-            if verdict.error and awake:
-                awake.clear()
+            if verdict.error and weights:
+                weights.clear()
                 verdict = try_model(self.model, run, args, kwargs, positions, replacing)
             return verdict
         if self.once:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.foreign.code import code_of
-from seqpar.integrations.probe.rows import Positions, ShuffledRows
 from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_threads
-from tests.integrations.probe.models import (
+from seqpar.trial.code import code_of
+from seqpar.trial.rows import Positions, ShuffledRows
+from tests.trial.models import (
     ALONE,
     IDS,
     MASK,
@@ -469,7 +469,7 @@ def test_a_string_that_changes_in_every_step_hides_no_flag(way: str) -> None:
 @pytest.mark.parametrize("way", ["parallelize", "block"])
 def test_one_rank_does_not_read_a_models_code(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the rows of all, and a walk through a model would take time."""
-    monkeypatch.setattr("seqpar.foreign.code.code_of", lambda modules: pytest.fail("read"))
+    monkeypatch.setattr("seqpar.trial.code.code_of", lambda modules: pytest.fail("read"))
     model, comm, plan = made(switched()).eval(), LocalComm(), Plan(MASK, Layout.contiguous(TOKENS, 1))
     x = rows_of_all()
     for _ in range(2):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.facts.value import Ints
-from seqpar.integrations.probe.sizes import of_columns
+from seqpar.trial.sizes import of_columns
 
 PLACES, ELEMENTS = 64, 128
 CHUNK = 1 << 20  # elements that are summed at a time

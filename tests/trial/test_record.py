@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from seqpar.integrations.probe.record import RunRecord
+from seqpar.trial.record import RunRecord
 
 
 def test_a_hook_that_another_thread_has_not_fully_registered_fails_no_call():

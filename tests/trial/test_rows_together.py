@@ -16,7 +16,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_processes
-from tests.integrations.probe.models import ALONE, MIXING, VOCABULARY, made
+from tests.trial.models import ALONE, MIXING, VOCABULARY, made
 
 
 def meeting(model: nn.Module, how: str, ranks: int) -> nn.Module:

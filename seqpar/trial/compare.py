@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.foreign.rounding import COARSE, LOW
-from seqpar.foreign.saved_state import Buffers
-from seqpar.integrations.probe.record import RESULT, Event, RunRecord
-from seqpar.integrations.probe.rows import Ranges, Sample, real
-from seqpar.integrations.probe.sizes import units
 from seqpar.ops.core.compared import gap
+from seqpar.trial.protect import Buffers
+from seqpar.trial.record import RESULT, Event, RunRecord
+from seqpar.trial.rounding import COARSE, LOW
+from seqpar.trial.rows import Ranges, Sample, real
+from seqpar.trial.sizes import units
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest element
 # Rough products: how far rows may lie apart, in roundings. In tens of layers these add up to 1, seldom to 2, and then
@@ -39,7 +39,7 @@ def compare(
 ) -> Verdict:
     """The verdict on two runs.
 
-    error: the second run's exception. rough: the coarseness of products (`seqpar.foreign.rounding`). how: a description
+    error: the second run's exception. rough: the coarseness of products (`seqpar.trial.rounding`). how: a description
     of the second run. fault: the words for tensors that do not follow.
     """
     # a tensor cast back to single precision is rough too

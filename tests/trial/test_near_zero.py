@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from seqpar.foreign.asleep import awake, awakened
+from seqpar.trial.near_zero import in_place_of_zeros, without_zeros
 
 
 class Parts(nn.Module):
@@ -27,7 +27,7 @@ class Parts(nn.Module):
 
 def test_zeros_are_replaced_where_they_hide_something() -> None:
     model = Parts()
-    others = awakened(model)
+    others = in_place_of_zeros(model)
     names = {name for name, p in model.named_parameters() if id(p) in others}
     assert names == {"gate", "scale", "both", "columns"}
     assert all((others[id(p)].abs() > 1e-3).all() for p in (model.gate, model.scale, model.both, model.columns))
@@ -39,7 +39,7 @@ def test_a_model_is_as_before_afterwards() -> None:
     model = Parts()
     loss = (model.gate * model.gate).sum()
     before = {name: (p.data_ptr(), p._version, p.detach().clone()) for name, p in model.named_parameters()}
-    with awake(model):
+    with without_zeros(model):
         assert model.gate.all()
     for name, p in model.named_parameters():
         memory, version, values = before[name]
@@ -51,7 +51,7 @@ def test_a_model_is_as_before_afterwards() -> None:
 def test_parameters_that_cannot_be_replaced_stay() -> None:
     with torch.inference_mode():
         model = Parts()
-    with awake(model):
+    with without_zeros(model):
         assert not model.gate.any()
-    with awake(Parts().to("meta")):
+    with without_zeros(Parts().to("meta")):
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqpar.integrations.probe.sizes import BESIDE, PART, of_columns, units
+from seqpar.trial.sizes import BESIDE, PART, of_columns, units
 
 ROWS = torch.randn(64, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 EVERY = torch.ones(40, dtype=torch.bool)

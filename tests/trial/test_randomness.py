@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.foreign.randomness import active_dropout, draws, undrawn
+from seqpar.trial.randomness import active_dropout, draws, undrawn
 
 X, HALF = torch.linspace(-1, 1, 24).view(2, 3, 4), torch.full((2, 3, 4), 0.5)
 NAMES = "uniform_ normal_ random_ exponential_ geometric_ log_normal_ cauchy_ bernoulli_"
