@@ -17,7 +17,6 @@ from bench.cpu import architectures_page
 from seqpar import Layout, Mask, Plan
 from seqpar.comm.arguments import PATIENCE
 from seqpar.kernels.triton.config import Descriptor, configure
-from tests.advice.remedies import PACKAGE, messages
 
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
@@ -40,7 +39,42 @@ TROUBLES = (DOCS / "troubleshooting.md").read_text()
 @cache
 def trees() -> list[ast.Module]:
     """The files of the package."""
-    return [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+    return [ast.parse(path.read_text()) for path in sorted((ROOT / "seqpar").rglob("*.py"))]
+
+
+def messages(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """The strings below a node, docstrings aside, with their lines."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        if isinstance(child, ast.expr) and (text := _template(child)) is not None:
+            yield child.lineno, text
+            for part in _holes(child):
+                yield from messages(part)
+        else:
+            yield from messages(child)
+
+
+def _template(node: ast.expr) -> str | None:
+    """The text of a string expression, with a hole for everything that is computed; None of another expression."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join("{}" if (text := _template(part)) is None else text for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        both = [_template(part) for part in (node.left, node.right)]
+        return None if both == [None, None] else "".join("{}" if text is None else text for text in both)
+    return None
+
+
+def _holes(node: ast.expr) -> Iterator[ast.expr]:
+    """What is computed in a string expression."""
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.expr):
+            if _template(part) is None:
+                yield part
+            else:
+                yield from _holes(part)
 
 
 @cache

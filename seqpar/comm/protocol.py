@@ -410,6 +410,17 @@ class Contribution(NamedTuple):
             return cls(Claim.of(what, {}, RuntimeError(type(error).__name__)), b"", error)
 
 
+SAME_CALLS = "make the same calls on all ranks, and evaluate on one rank inside `with handle.local():`"
+# What to do where ranks differ in a fact of that name.
+HINTS = {
+    "the call": SAME_CALLS,
+    "training": SAME_CALLS,
+    "grad enabled": SAME_CALLS,
+    "plan": "make one plan from the same lengths on every rank, or where each rank loads its own batch, use "
+    "seqpar.data.share",
+}
+
+
 def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
     """Return if all ranks' claims, in rank order, are equal and without errors; else raise as `agree` promises.
 
@@ -425,13 +436,8 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
         values[name] = [claim.facts.get(name, "not given") for claim in claims]
     for name, by_rank in values.items():
         if len(set(by_rank)) > 1:
-            told = f"{claims[0].what}: ranks differ in {name}: {_by_value(by_rank)}; give all ranks the same"
-            if name in ("the call", "training", "grad enabled"):
-                told = (
-                    f"{told.rpartition(';')[0]}; make the same calls on all ranks, and evaluate on one rank inside "
-                    "`with handle.local():`"
-                )
-            error = ValueError(told)
+            hint = HINTS.get(name, "give all ranks the same")
+            error = ValueError(f"{claims[0].what}: ranks differ in {name}: {_by_value(by_rank)}; {hint}")
             error.differing = name  # type: ignore[attr-defined]  # for who has a better word on that fact
             raise error
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import warnings
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,14 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import seqpar
-from seqpar import Comm, GroupComm, Layout, LocalComm, Mask, PeerComm, Plan, ShmComm, native
+from seqpar import Comm, GroupComm, Layout, LocalComm, Mask, Plan, ShmComm
 from seqpar.comm import PeerError
-from seqpar.comm.peer import cuda
-from seqpar.testing import run_processes, run_threads
+from seqpar.testing import run_processes
 from seqpar.train import all_sum
-from tests.advice.remedies import advised, default_group
+from tests.advice.advised import advised, default_group
 from tests.comm.constructor_cases import around
-from tests.comm.device import Model, on_model
 from tests.comm.nccl_cases import with_gpus
 
 
@@ -55,17 +50,6 @@ def test_a_comm_is_made_anew_in_another_process() -> None:
     assert run_processes(2, works) == [True, True], "each process has made its own"
 
 
-def test_the_comm_of_a_sub_is_closed() -> None:
-    def rank(comm: Comm) -> bool:
-        with advised(ValueError, "close that comm, on all ranks"):
-            comm.sub([0, 1]).close()
-        summed = works(comm)
-        comm.close()
-        return summed
-
-    assert run_threads(2, rank) == [True, True]
-
-
 def absent(comm: Comm) -> bool:
     """Rank 1 makes no comm, then it does."""
     if comm.rank == 0:
@@ -75,25 +59,9 @@ def absent(comm: Comm) -> bool:
     return works(type(comm)(timeout=60.0))
 
 
-def without_descriptors(comm: Comm) -> bool:
-    """Rank 1 can open no file, then it can."""
-    if comm.rank == 1:
-        with advised(RuntimeError, "raise `ulimit -n` or close some"), around("no descriptors"):
-            type(comm)(timeout=60.0)
-    else:
-        with contextlib.suppress(RuntimeError):  # quotes rank 1
-            type(comm)(timeout=60.0)
-    return works(type(comm)(timeout=60.0))
-
-
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
 def test_every_rank_makes_the_comm(kind: str) -> None:
     assert run_processes(2, absent, comm=kind) == [True, True]
-
-
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
-def test_files_are_closed_or_allowed(kind: str) -> None:
-    assert run_processes(2, without_descriptors, comm=kind) == [True, True]
 
 
 def elsewhere(comm: Comm) -> bool:
@@ -104,34 +72,6 @@ def elsewhere(comm: Comm) -> bool:
     ):
         ShmComm(timeout=60.0)
     return works(GroupComm(timeout=60.0))
-
-
-def without_memory(comm: Comm) -> bool:
-    """No rank has the address space for the pool that it asks for."""
-    with advised(
-        RuntimeError,
-        "give a smaller pool_bytes where address space is short, or use GroupComm where ranks are of several users",
-    ):
-        ShmComm(timeout=60.0, pool_bytes=1 << 62)
-    return works(ShmComm(timeout=60.0, pool_bytes=1 << 20)) and works(GroupComm(timeout=60.0))
-
-
-def without_an_interface(comm: Comm) -> bool:
-    """gloo finds no network interface, then it does."""
-    with (
-        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="missing0"),
-        advised(
-            RuntimeError,
-            "set GLOO_SOCKET_IFNAME on every host to the network interface that the other hosts reach",
-        ),
-    ):
-        GroupComm(timeout=60.0)
-    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        return works(GroupComm(timeout=60.0))
-
-
-def test_gloo_is_told_the_network_interface() -> None:
-    assert run_processes(2, without_an_interface) == [True, True]
 
 
 def on_one_gpu(comm: Comm) -> bool:
@@ -149,84 +89,6 @@ def test_every_rank_has_a_gpu_of_its_own() -> None:
 
 def test_ranks_on_several_machines_use_a_group() -> None:
     assert run_processes(2, elsewhere, comm="gloo") == [True, True]
-
-
-def test_a_pool_that_does_not_fit_is_smaller() -> None:
-    assert run_processes(2, without_memory, comm="gloo") == [True, True]
-
-
-def forked(comm: Comm, file: str) -> bool:
-    """A fork uses the comm; its process goes on."""
-    child = os.fork()
-    if not child:
-        try:
-            with advised(PeerError, "use it in that process alone"):
-                comm.check()
-            Path(f"{file}{comm.rank}").write_text("refused")
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    return works(comm)
-
-
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
-def test_a_comm_is_used_in_its_own_process(kind: str, tmp_path: Path) -> None:
-    assert run_processes(2, forked, f"{tmp_path}/rank", comm=kind) == [True, True]
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["refused"] * 2
-
-
-def test_a_system_without_shared_memory_uses_a_group() -> None:
-    with default_group():
-        with advised(NotImplementedError, "use GroupComm"), mock.patch("sys.platform", "darwin"):
-            ShmComm()
-        assert works(GroupComm())
-
-
-def test_a_machine_without_a_device_uses_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "unusable", lambda: "no CUDA device")
-    with default_group():
-        with advised(NotImplementedError, "use GroupComm, which moves tensors with torch.distributed"):
-            PeerComm()
-        assert works(GroupComm())
-
-
-def test_a_driver_that_cannot_signal_leaves_it_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as old:
-        old.setattr(cuda, "unusable", lambda: None)
-        old.setattr(native, "ops", lambda: SimpleNamespace(peer_driver_signals=lambda: False, peer_bus=str))
-        old.setattr(torch.cuda, "get_device_name", lambda index: "an old one")
-        with advised(NotImplementedError, 'give signals="kernel"'):
-            cuda.Cuda("cuda:0", signals="driver")
-        assert cuda.Cuda("cuda:0", signals="kernel")._by_kernel
-    assert run_threads(2, on_model, works, (), 60.0, {"kernels": True}) == [True, True]
-
-
-def unreachable(comm: Comm) -> bool:
-    """The device of rank 0 cannot map that of rank 1."""
-    model = Model(comm.rank, comm.size, unreachable=() if comm.rank else (1,))
-    with advised(NotImplementedError, "use GroupComm, which over NCCL needs no mapping"):
-        PeerComm.over(comm, model, 1 << 20, 60.0)
-    return works(GroupComm(timeout=60.0))
-
-
-def test_devices_that_do_not_reach_each_other_use_a_group() -> None:
-    assert run_processes(2, unreachable, comm="shm") == [True, True]
-
-
-def test_kernels_signal_where_the_driver_s_waits_may_pass_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    pcie = SimpleNamespace(
-        peer_driver_signals=lambda: True, peer_bus=lambda index: "0000:00:00.0",
-        peer_ordered=lambda index, bus: False, peer_can_flush=lambda index: False,
-    )  # fmt: skip
-    monkeypatch.setattr(cuda, "unusable", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a device")
-    monkeypatch.setattr(native, "ops", lambda: pcie)
-    with advised(NotImplementedError, 'give signals="auto" or "kernel"'):
-        cuda.Cuda("cuda:0", signals="driver").order(["0000:01:00.0"])
-    for signals in ("auto", "kernel"):
-        device = cuda.Cuda("cuda:0", signals=signals)
-        device.order(["0000:01:00.0"])
-        assert device._by_kernel
 
 
 def alone_by_mistake(comm: Comm) -> bool:

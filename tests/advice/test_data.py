@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar import Layout, Mask, Plan
 from seqpar.comm import Comm, LocalComm
 from seqpar.data import back, micro_batches, prefetch, share
 from seqpar.testing import run_threads
-from tests.advice.remedies import advised
-from tests.data.cases import IGNORE, ring
+from tests.advice.advised import advised
+from tests.data.cases import ring
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 PACKED = IDS.reshape(1, 12)
@@ -64,43 +63,6 @@ def test_a_longest_document_goes_with_the_documents_or_not_at_all() -> None:
     assert shared({"input_ids": PACKED})[0] == [12]
 
 
-def test_documents_that_were_given_twice_are_given_once() -> None:
-    mask = torch.ones_like(PACKED)
-    mask[:, -2:] = 0
-    batch = {"input_ids": PACKED, "cu_seqlens": [0, 4, 12]}
-    with advised(ValueError, "give only {}"):
-        shared(batch | {"attention_mask": mask})
-    assert shared(batch)[0] == [4, 8]
-
-
-def test_one_kind_of_labels_is_left_out() -> None:
-    shifted = torch.cat([IDS[:, 1:], torch.full((2, 1), IGNORE)], 1)
-    with advised(ValueError, "leave one of them out"):
-        shared({"input_ids": IDS, "labels": IDS, "shift_labels": IDS})
-    one, *others = (
-        share({"input_ids": IDS, **labels}, LocalComm(), plan=ring).tensors["labels"]
-        for labels in ({"labels": IDS}, {"shift_labels": shifted}, {"labels": IDS, "shift_labels": shifted})
-    )
-    assert all(torch.equal(one, other) for other in others) and (one != IGNORE).sum() == 10
-
-
-def test_labels_of_later_tokens_are_made_out_of_labels() -> None:
-    made = {"mtp_depth": 2}
-    with advised(ValueError, "give labels or shift_labels, and no {}"):
-        shared({"input_ids": IDS}, **made)
-    with advised(ValueError, "give labels or shift_labels, and no {}"):
-        shared({"input_ids": IDS, "labels": IDS, "mtp_labels": torch.stack([IDS, IDS], -1)}, **made)
-    s = share({"input_ids": IDS, "labels": IDS}, LocalComm(), plan=ring, **made)
-    assert s.tensors["mtp_labels"].shape == (12, 2) and s.mtp_valid == (8, 6)
-
-
-def test_entries_that_are_kept_are_no_rows() -> None:
-    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "epoch": 3}
-    with advised(ValueError, "keep only entries that are not rows"):
-        shared(batch, keep=["attention_mask", "epoch"])
-    assert shared(batch, keep=["epoch"])[0] == [6, 6]
-
-
 def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
     with advised(ValueError, "give such rows, or keep=({},) to hand it on as it is"):
         shared({"input_ids": IDS, "weight": torch.ones(2)})
@@ -119,33 +81,6 @@ def test_a_list_of_documents_goes_without_a_mask() -> None:
         shared({"input_ids": documents, "attention_mask": [torch.ones(6), torch.ones(4)]})
     lengths, home = shared({"input_ids": documents})
     assert lengths == [6, 4] and all(map(torch.equal, home, documents))
-
-
-def test_a_plan_over_holes_has_the_plain_mask_and_layers_their_own() -> None:
-    mask = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    batch = {"input_ids": IDS, "attention_mask": mask}
-
-    def windowed(lengths: Any, ranks: int) -> Plan:
-        return Plan(Mask(lengths, window=(2, None)), Layout.zigzag(lengths, ranks))
-
-    with advised(ValueError, "return plan.with_mask(Mask(lengths)), and make the masks of layers by Share.mask_for"):
-        share(batch, LocalComm(), plan=windowed)
-    s = share(batch, LocalComm(), plan=lambda lengths, ranks: windowed(lengths, ranks).with_mask(Mask(lengths)))
-    lo, hi = s.mask_for(window=(2, None)).bounds(s.plan.layout.positions(0))
-    assert (hi - lo).tolist() == [1, 2, 2, 3, 3, 1, 2, 3, 3, 3, 3]  # token 2 of row 0 is two columns from token 0
-
-
-def test_a_batch_without_a_token_is_skipped_on_every_rank() -> None:
-    empty = {"input_ids": IDS, "attention_mask": torch.zeros(2, 6)}
-    loader = [empty, {"input_ids": IDS}]
-
-    def rank(comm: Comm) -> list[int]:
-        with advised(ValueError, "skip this batch on every rank"):
-            share(loader[0], comm, plan=ring)
-        return share(loader[1], comm, plan=ring).plan.mask.lengths.tolist()  # type: ignore[no-any-return]
-
-    for lengths in run_threads(2, rank):
-        assert lengths == [6] * 4
 
 
 def test_ranks_with_batches_of_their_own_are_sharded_and_others_bring_one() -> None:

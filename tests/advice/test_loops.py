@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-import os
-import threading
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Comm
-from seqpar.comm import LocalComm, PeerError
-from seqpar.testing import run_processes, run_threads
-from seqpar.train import all_sum, sync_gradients, token_mean
-from tests.advice.remedies import advised, default_group
-from tests.comm.cases import impatient
+from seqpar.comm import LocalComm
+from seqpar.testing import run_threads
+from seqpar.train import all_sum, sync_gradients
+from tests.advice.advised import advised, default_group
 
 pytest.importorskip("transformers")
 
@@ -41,7 +35,6 @@ def union() -> tuple[float, Tensor]:
 
 
 LOSS, GRADIENT = union()
-ALONE = float(MODEL(**EVERY[0]).loss.detach())  # of the first rank's batch
 
 
 def head(model: nn.Module) -> Tensor:
@@ -139,78 +132,6 @@ def test_every_rank_calls_backward_even_where_no_label_counts() -> None:
     assert run_threads(2, rank) == [True, True]
 
 
-def own_mean(x: Tensor, comm: Comm) -> Tensor:
-    return x.mean(0)
-
-
-def of_first_rank(x: Tensor, comm: Comm) -> Tensor:
-    return all_sum(x.mean(0) if not comm.rank else x.new_zeros(x.shape[1:]), comm)
-
-
-def test_a_buffer_is_made_from_the_tokens_of_all_ranks_or_broadcast() -> None:
-    rows = torch.arange(40.0).view(2, 5, 4)
-
-    def rank(comm: Comm, mean: Callable[[Tensor, Comm], Tensor]) -> Tensor:
-        model = copy.deepcopy(MODEL)
-        model.model.register_buffer("codes", torch.zeros(4))
-        with seqpar.parallelize(model, comm):
-            for _ in range(2):
-                model(**EVERY[comm.rank]).loss.backward()
-                model.zero_grad()
-                model.model.codes.lerp_(mean(rows[comm.rank], comm), 0.5)
-            model(**EVERY[comm.rank])
-        return model.model.codes
-
-    with advised(
-        UserWarning,
-        "broadcast it from one rank, and make its changes from the tokens of all ranks, as by seqpar.train.token_mean",
-    ):
-        run_threads(2, rank, own_mean)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        whole, first = run_threads(2, rank, token_mean), run_threads(2, rank, of_first_rank)
-    for found in whole:
-        assert torch.allclose(found, 0.75 * rows.flatten(0, 1).mean(0))
-    for found in first:
-        assert torch.allclose(found, 0.75 * rows[0].mean(0))
-
-
-def test_gradients_are_summed_before_a_scaler_looks_at_them() -> None:
-    def steps(comm: Comm, model: nn.Module, *, first: bool) -> list[float]:
-        """Weights after each step with a scale at which one rank's gradients overflow."""
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**126), []
-        for _ in range(4):
-            loss = model(**EVERY[comm.rank]).loss * (1 if comm.rank else 1e3)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            if first:
-                sync_gradients(model.parameters(), comm)
-            scaler.unscale_(optimizer)
-            if not first:
-                sync_gradients(model.parameters(), comm)
-            scaler.step(optimizer)
-            scaler.update()
-            found.append(float(model.lm_head.weight.detach().double().norm()))
-        return found
-
-    def rank(comm: Comm) -> list[float]:
-        model = copy.deepcopy(MODEL)
-        with seqpar.parallelize(model, comm):
-            with advised(
-                ValueError,
-                "start again from equal weights, and call sync_gradients before GradScaler.unscale_, so that all ranks "
-                "find the same overflow",
-            ):
-                steps(comm, model, first=False)
-            model.load_state_dict(MODEL.state_dict())
-        with seqpar.parallelize(model, comm):
-            return steps(comm, model, first=True)
-
-    first, second = run_threads(2, rank)
-    assert first == second and all(math.isfinite(x) for x in first)
-
-
 @pytest.mark.parametrize("mistake", ["the step before the sum", "weights of one rank"])
 def test_gradients_are_summed_before_every_step_and_weights_loaded_on_every_rank(mistake: str) -> None:
     def step(comm: Comm, model: nn.Module, *, wrong: str = "") -> Tensor:
@@ -262,72 +183,6 @@ def test_ranks_freeze_the_same_layers() -> None:
     assert run_threads(2, rank) == [True, True]
 
 
-def test_every_rank_has_as_many_batches_or_a_model_of_its_own() -> None:
-    ended = threading.Event()
-
-    def uneven(comm: Comm) -> None:
-        model = copy.deepcopy(MODEL)
-        seqpar.parallelize(model, comm)
-        with torch.no_grad():
-            model(**EVERY[comm.rank])
-        impatient(comm, 0.5)
-        if not comm.rank:  # whose loader has ended
-            assert ended.wait(60.0)
-            return
-        with advised(
-            PeerError,
-            "give every rank as many batches as the others, or run the model on one rank alone inside "
-            "`with handle.local():`, where handle is what `parallelize` returned",
-        ):
-            model(**EVERY[comm.rank])
-        ended.set()
-
-    run_threads(2, uneven)
-
-    def even(comm: Comm) -> bool:
-        model = copy.deepcopy(MODEL)
-        handle = seqpar.parallelize(model, comm)
-        found = [float(model(**EVERY[comm.rank]).loss.detach()) for _ in range(2)]
-        if comm.rank:
-            with handle.local():
-                found.append(float(model(**EVERY[0]).loss.detach()))
-        return all(map(is_right, found[:2])) and found[2:] == [pytest.approx(ALONE, rel=1e-5)] * comm.rank
-
-    assert run_threads(2, even) == [True, True]
-
-
-def ends_first(comm: Comm, folder: Path) -> bool:
-    """The loader of rank 1 has one batch less, and its process ends."""
-    model = copy.deepcopy(MODEL)
-    seqpar.parallelize(model, comm)
-    with torch.no_grad():
-        model(**EVERY[comm.rank])
-        if comm.rank:
-            os._exit(0)
-        with advised(
-            PeerError,
-            "see in the log of {} why it ended, and if it had no batch left, give every rank as many as the others",
-        ):
-            model(**EVERY[comm.rank])
-    (folder / "told").touch()
-    return True
-
-
-def evenly(comm: Comm) -> bool:
-    """Both ranks have two batches."""
-    model = copy.deepcopy(MODEL)
-    seqpar.parallelize(model, comm)
-    return all([is_right(model(**EVERY[comm.rank]).loss.detach()) for _ in range(2)])
-
-
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
-def test_a_rank_that_ends_has_its_reason_in_its_log(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="rank 1: its process died with exit code 0"):
-        run_processes(2, ends_first, tmp_path, comm=kind)
-    assert (tmp_path / "told").exists()
-    assert run_processes(2, evenly, comm=kind) == [True, True]
-
-
 @pytest.mark.parametrize("averaged", [True, False])
 def test_gradients_are_summed_or_averaged_by_a_wrapper(averaged: bool) -> None:
     def rank(comm: Comm) -> bool:
@@ -364,25 +219,6 @@ def test_a_wrapper_is_told_to_the_model() -> None:
         with advised(UserWarning, "give seqpar.parallelize(..., average_over={})"):
             step(2)
         assert torch.allclose(step(1), head(plain), atol=1e-5)
-
-
-@pytest.mark.parametrize("way", ["own", "replicated"])
-def test_ranks_bring_batches_of_their_own_or_say_that_they_do_not(way: str) -> None:
-    def rank(comm: Comm, source: str, own: bool) -> float:
-        model = copy.deepcopy(MODEL)
-        with seqpar.parallelize(model, comm, source=source):
-            found = [float(model(**EVERY[comm.rank if own else 0]).loss.detach()) for _ in range(3)]
-        return found[-1]
-
-    with advised(
-        UserWarning,
-        "give each rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of them",
-    ):
-        run_threads(2, rank, "sharded", False)
-    if way == "own":
-        assert all(map(is_right, run_threads(2, rank, "sharded", True)))
-    else:
-        assert run_threads(2, rank, "replicated", False) == pytest.approx([ALONE] * 2, rel=1e-5)
 
 
 def test_every_rank_prefetches_as_many_batches() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.testing import run_threads
-from tests.advice.remedies import advised
+from tests.advice.advised import advised
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,12 +25,6 @@ ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[
 MODEL = build("llama", num_hidden_layers=1)
 with torch.no_grad():
     LOSS = float(MODEL(**BATCH).loss)
-
-
-def is_right(model: nn.Module) -> bool:
-    """Whether the loss of the batch is that of one process."""
-    with torch.no_grad():
-        return float(model(**BATCH).loss) == pytest.approx(LOSS, rel=1e-5)
 
 
 class Doubled(nn.Module):
@@ -52,48 +46,8 @@ def test_a_model_with_modules_of_its_own_is_loaded_first() -> None:
         assert float(model(**BATCH).loss) == pytest.approx(float(whole(**BATCH).loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("way", ["load", "initialise"])
-def test_a_model_of_zeros_is_loaded_or_initialised_first(way: str) -> None:
-    model = copy.deepcopy(MODEL)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    with advised(NotImplementedError, "load or initialise the weights, then call parallelize"):
-        seqpar.parallelize(model, LocalComm())
-    if way == "load":
-        model.load_state_dict(MODEL.state_dict())
-    else:
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-    with torch.no_grad():
-        expected = float(model(**BATCH).loss)
-    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
-        assert float(model(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
-
-
 TOKENS = 40
 TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-
-
-@pytest.mark.parametrize("given", ["call", "config"])
-def test_keywords_that_attention_does_not_know_are_left_out(given: str) -> None:
-    sizes = TINY | {"num_key_value_heads": 1, "num_local_experts": 4}
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**sizes, sliding_window=None, output_router_logits=given == "config")
-    )
-    model.set_attn_implementation("seqpar")
-    more: dict[str, Any] = {"scores_added": torch.ones(1)} if given == "call" else {}
-    plan = Plan(Mask([12]), Layout.contiguous(12, 1))
-    with (
-        advised(NotImplementedError, "leave it out of the call and of the config"),
-        seqpar.parallel(plan, LocalComm()),
-    ):
-        model(**ROW, **more, use_cache=False)
-    model.config.output_router_logits = False
-    with seqpar.parallel(plan, LocalComm()), torch.no_grad():
-        out = model(**ROW, use_cache=False).logits
-    model.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        assert torch.allclose(out, model(**ROW, use_cache=False).logits, atol=1e-4)
 
 
 def test_a_model_is_made_without_its_pooler() -> None:
@@ -148,37 +102,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         transformers.ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5)
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_trained_by_data_parallelism(name: str) -> None:
-    """The ranks' losses and gradients, by their numbers of labels, are those of one process on all sequences."""
-    torch.manual_seed(0)
-    # RWKV has no dropout, and rescales weights in evaluation; it and T5 compute some steps in fp32
-    model = REFUSED[name]().double().train(name == "a recurrence")
-    with advised(NotImplementedError, "train it with data parallelism, whole sequences on each rank"):
-        seqpar.parallelize(model, LocalComm())
-    if name == "images":
-        batch = {"pixel_values": torch.randn(5, 3, 8, 8).double(), "labels": torch.randint(0, 5, (5,))}
-    else:
-        batch = {key: torch.randint(3, 61, (5, 12)) for key in ("input_ids", "labels")}
-        batch["labels"][:, 0] = -100  # which models that shift labels leave out in any case
-        batch["labels"][1, 4:] = -100
-    shares = [slice(0, 2), slice(2, 5)]
-    counts = [int((batch["labels"][share] != -100).sum()) for share in shares]
-
-    def step(of: nn.Module, share: slice) -> tuple[float, dict[str, Tensor]]:
-        loss = of(**{key: x[share] for key, x in batch.items()}).loss
-        loss.backward()
-        return float(loss.detach()), {key: p.grad for key, p in of.named_parameters() if p.grad is not None}
-
-    found = run_threads(2, lambda comm: step(copy.deepcopy(model), shares[comm.rank]))
-    loss, grads = step(model, slice(None))
-    weights = [count / sum(counts) for count in counts]
-    assert sum(w * own for w, (own, _) in zip(weights, found, strict=True)) == pytest.approx(loss, rel=1e-6)
-    for key, grad in grads.items():
-        total = sum(w * own[key] for w, (_, own) in zip(weights, found, strict=True))
-        torch.testing.assert_close(total, grad, rtol=1e-4, atol=1e-6)
 
 
 class Masked(nn.Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -15,28 +13,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
-from seqpar.testing import run_processes, run_threads, seen_pairs
-from seqpar.train import sync_gradients
-from tests.advice.remedies import advised
+from seqpar.testing import run_threads, seen_pairs
+from tests.advice.advised import advised
 
 pytest.importorskip("transformers")
 
 import transformers  # noqa: E402
-from transformers.integrations.neftune import neftune_post_forward_hook  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 import seqpar.integrations.transformers  # noqa: E402, F401  registers attn_implementation="seqpar"
 from tests.ecosystem.architectures import Architecture  # noqa: E402
-from tests.integrations.hf.models import SIZES, VOCABULARY, batches, build, one_process  # noqa: E402
+from tests.integrations.hf.models import SIZES, batches, build  # noqa: E402
 from tests.integrations.hf.unions import build as of_architecture  # noqa: E402
 
-Build = Callable[[], nn.Module]
 BATCH = batches("right", 1)[0]
 ROW = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(12)[None]}
 PLAN = Plan(Mask([12]), Layout.contiguous(12, 1))
@@ -172,70 +164,6 @@ def test_the_keys_of_a_model_lie_with_its_queries() -> None:
     assert all(torch.allclose(found, expected, rtol=1e-4, atol=1e-4) for found in run_threads(2, rank))
 
 
-def test_ordinary_batches_are_for_a_parallel_model() -> None:
-    model = llama("seqpar")
-    batch = {"input_ids": BATCH["input_ids"], "position_ids": torch.arange(12).expand(3, -1)}
-    with (
-        advised(NotImplementedError, "give seqpar.parallelize(model, comm) for ordinary batches"),
-        seqpar.parallel(PLAN, LocalComm()),
-    ):
-        model(**batch)
-    with seqpar.parallelize(model, LocalComm()):
-        assert is_right(model)
-
-
-def test_a_padding_mask_is_left_out_or_made_documents() -> None:
-    model = llama("seqpar")
-    mask = torch.ones(1, 12, dtype=torch.int64)
-    mask[:, 9:] = 0
-    with (
-        advised(
-            NotImplementedError,
-            "leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents",
-        ),
-        seqpar.parallel(PLAN, LocalComm()),
-    ):
-        model(**ROW, attention_mask=mask)
-    with seqpar.parallel(PLAN, LocalComm()):
-        assert torch.allclose(model(**ROW).logits, llama()(**ROW).logits, atol=1e-4)
-    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
-        out = model.eval()(**ROW, attention_mask=mask).logits
-    expected = llama().eval()(**ROW, attention_mask=mask).logits
-    assert torch.allclose(out[:, :9], expected[:, :9], atol=1e-4)
-
-
-def test_attention_without_a_layer_index_has_no_dropout() -> None:
-    model = llama("seqpar")
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5
-        del layer.self_attn.layer_idx
-    with (
-        advised(NotImplementedError, "set the dropout of attention probabilities to 0"),
-        seqpar.parallel(PLAN, LocalComm()),
-    ):
-        model(**ROW, use_cache=False)
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.0
-    with seqpar.parallel(PLAN, LocalComm()):
-        assert torch.allclose(model(**ROW, use_cache=False).logits, llama()(**ROW).logits, atol=1e-4)
-
-
-def generated(comm: Comm) -> bool:
-    """Whether sharded weights generate what whole ones do, by the way that the refusal of another one names."""
-    model, prompts, options = llama("sdpa"), [[1, 2, 3], [4, 5]], {"max_new_tokens": 2 + comm.rank, "do_sample": False}
-    ids = torch.tensor([prompts[comm.rank]])
-    expected = model.generate(ids, **options)
-    seqpar.parallelize(model, comm, average_over=comm.size)
-    fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
-    with advised(NotImplementedError, "call generate, in which ranks go on together"):
-        model.generate_batch(prompts)
-    return torch.equal(model.generate(ids, **options), expected)
-
-
-def test_sharded_weights_generate_on_all_ranks_together() -> None:
-    assert run_processes(2, generated) == [True, True]
-
-
 def test_items_are_counted_over_all_ranks() -> None:
     every = batches("right", 2)
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in every]
@@ -266,68 +194,6 @@ def test_items_are_counted_over_all_ranks() -> None:
     assert sum(run_threads(2, replicated, 4 * counts[0])) == pytest.approx(sums[0] / counts[0], rel=1e-5)
 
 
-def test_of_two_parallel_models_one_inside_the_other_one_is_undone() -> None:
-    outer, inner = llama(), llama()
-    expected = inner(**ROW).logits
-    outside = seqpar.parallelize(outer, LocalComm())
-    inside = seqpar.parallelize(inner, LocalComm())
-    results = []
-    outer.model.layers[0].register_forward_pre_hook(lambda *_: results.append(inner(**ROW).logits))
-    with advised(NotImplementedError, "call undo() of one of them"):
-        outer(**ROW)
-    inside.undo()
-    outer(**ROW)
-    assert torch.allclose(results[-1], expected, atol=1e-4)
-    outside.undo()
-
-
-def test_checkpoints_are_around_layers() -> None:
-    plain = llama()
-    plain(**BATCH).loss.backward()
-    model = llama()
-    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
-    with seqpar.parallelize(model, LocalComm()), advised(NotImplementedError, "checkpoint its layers instead"):
-        checkpoint(lambda: model.model(**inputs).last_hidden_state, use_reentrant=False).sum().backward()
-    model = llama()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with seqpar.parallelize(model, LocalComm()):
-        model(**BATCH).loss.backward()
-    assert torch.allclose(model.lm_head.weight.grad, plain.lm_head.weight.grad, atol=1e-5)
-
-
-EVERY = batches("right", 2)
-
-
-def test_a_hook_is_put_on_before_a_model_is_made_parallel() -> None:
-    """A hook put on later is warned of; before, it is tried, and refused if tokens meet in it."""
-
-    def double(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        return y * 2
-
-    def meet(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        return y.cumsum(1)
-
-    def rank(comm: Comm, hook: Callable[..., Tensor], late: bool) -> float:
-        model = llama()
-        if not late:
-            model.model.layers[0].mlp.register_forward_hook(hook)
-        with seqpar.parallelize(model, comm):
-            if late:
-                model.model.layers[0].mlp.register_forward_hook(hook)
-            return float(model(**EVERY[comm.rank]).loss)
-
-    with advised(UserWarning, "put it there before seqpar.parallelize, which tries it"):
-        run_threads(2, rank, double, True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = run_threads(2, rank, double, False)
-    whole = llama()
-    whole.model.layers[0].mlp.register_forward_hook(double)
-    assert found == pytest.approx([float(one_process(whole, EVERY, causal=True).loss)] * 2, rel=1e-5)
-    with pytest.raises((NotImplementedError, ValueError), match="cannot be computed"):
-        run_threads(2, rank, meet, False)
-
-
 def test_attention_is_set_before_a_model_is_made_parallel() -> None:
     model = llama()
     handle = seqpar.parallelize(model, LocalComm())
@@ -340,60 +206,10 @@ def test_attention_is_set_before_a_model_is_made_parallel() -> None:
         assert is_right(model)
 
 
-def test_unknown_keywords_are_left_out_or_for_one_rank() -> None:
-    model = llama()
-    with seqpar.parallelize(model, LocalComm()) as handle:
-        with advised(
-            NotImplementedError, "leave it out, or run the model on one rank, inside parallelize(...).local()"
-        ):
-            model(**BATCH, output_attentions=True)
-        assert is_right(model)
-        with handle.local():
-            assert is_right(model, output_attentions=True)
-
-
-def test_models_that_count_positions_are_given_them() -> None:
-    """RoBERTa counts the tokens that are not padding, and embeddings do not show which these are."""
-    config = transformers.RobertaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    model = transformers.RobertaForMaskedLM._from_config(config, attn_implementation="eager").eval()
-    embedded = model.get_input_embeddings()(BATCH["input_ids"]).detach()
-    given = {"inputs_embeds": embedded, "attention_mask": BATCH["attention_mask"]}
-    kept = BATCH["attention_mask"].bool()
-    expected = model(**given).logits[kept]
-    with seqpar.parallelize(model, LocalComm()), torch.no_grad():
-        with advised(NotImplementedError, "give position_ids"):
-            model(**given)
-        at = torch.arange(1, 1 + kept.shape[1]).expand_as(kept)
-        assert torch.allclose(model(**given, position_ids=at).logits[kept], expected, atol=1e-5)
-
-
 def _own_loss(model: nn.Module) -> Tensor:
     """The loss of the batch, of the logits that the model returns."""
     logits = model(**{name: x for name, x in BATCH.items() if name != "labels"}).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), BATCH["labels"][:, 1:].flatten())
-
-
-@pytest.mark.parametrize("way", ["right", "set"])
-def test_the_first_label_after_pads_is_left_out(way: str) -> None:
-    """As labels of transformers' own collator are that pads on the left."""
-    mask = torch.ones(2, 12, dtype=torch.int64)
-    mask[1, :5] = 0
-    ids = torch.arange(1, 25).view(2, 12) * mask
-    labels = ids.masked_fill(mask == 0, -100)
-    model = llama()
-    with seqpar.parallelize(model, LocalComm()):
-        with advised(ValueError, "pad on the right, or set {}[:, 1:][attention_mask[:, :-1] == 0] = {}"):
-            model(input_ids=ids, attention_mask=mask, labels=labels)
-        if way == "set":
-            labels[:, 1:][mask[:, :-1] == 0] = -100
-        else:
-            ids, mask, labels = (torch.stack([x[0], x[1].roll(-5)]) for x in (ids, mask, labels))
-        loss = float(model(input_ids=ids, attention_mask=mask, labels=labels).loss)
-    assert loss == pytest.approx(float(llama()(input_ids=ids, attention_mask=mask, labels=labels).loss), rel=1e-5)
 
 
 def test_a_loss_that_was_replaced_is_computed_outside() -> None:
@@ -405,40 +221,6 @@ def test_a_loss_that_was_replaced_is_computed_outside() -> None:
         assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
 
 
-def test_a_class_that_gets_another_forward_is_made_parallel_again() -> None:
-    model = llama()
-
-    class Tripled(type(model)):  # type: ignore[misc]
-        def forward(self, **named: Any) -> Any:
-            out = super().forward(**named)
-            out.loss = None if out.loss is None else out.loss * 3
-            return out
-
-    handle = seqpar.parallelize(model, LocalComm())
-    model.__class__ = Tripled
-    with advised(NotImplementedError, "call undo() of the handle and parallelize the model again"):
-        model(**BATCH)
-    handle.undo()
-    with seqpar.parallelize(model, LocalComm()):
-        assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
-
-
-def test_a_replicated_batch_has_its_own_loss_divided_by_the_ranks() -> None:
-    plain = llama()
-    _own_loss(plain).backward()
-
-    def rank(comm: Comm) -> nn.Module:
-        model = llama()
-        seqpar.parallelize(model, comm, source="replicated")
-        (_own_loss(model) / comm.size).backward()
-        sync_gradients(model.parameters(), comm)
-        return model
-
-    for model in run_threads(2, rank):
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_a_loss_of_the_models_own_is_computed_outside() -> None:
     model = llama()
     model.loss_function = lambda **named: named["logits"].square().mean()
@@ -446,18 +228,6 @@ def test_a_loss_of_the_models_own_is_computed_outside() -> None:
         with advised(NotImplementedError, "leave them out and compute the loss from what it returns"):
             model(**BATCH)
         assert float(_own_loss(model)) == pytest.approx(LOSS, rel=1e-5)
-
-
-def test_who_counts_items_gives_no_average_over() -> None:
-    items = int((BATCH["labels"][:, 1:] != -100).sum())
-    model = llama()
-    with (
-        seqpar.parallelize(model, LocalComm(), average_over=2),
-        advised(ValueError, "give parallelize no average_over"),
-    ):
-        model(**BATCH, num_items_in_batch=items)
-    with seqpar.parallelize(model, LocalComm()):
-        assert is_right(model, num_items_in_batch=items)
 
 
 class Plain(nn.Module):
@@ -474,17 +244,6 @@ def test_a_model_of_plain_pytorch_says_sdpa() -> None:
     with advised(NotImplementedError, "for attention by PyTorch's scaled_dot_product_attention give sdpa=True"):
         seqpar.parallelize(model, LocalComm())
     with seqpar.parallelize(model, LocalComm(), sdpa=True, plan=PLAN):
-        assert torch.allclose(model(x), expected, atol=1e-6)
-
-
-def test_a_plan_of_every_forward_is_given_to_a_model_of_plain_pytorch() -> None:
-    model, x = Plain(), torch.randn(1, 12, 8)
-    expected = model(x)
-    with advised(TypeError, "give a Plan, or none and enter seqpar.parallel(plan, comm) around each forward"):
-        seqpar.parallelize(model, LocalComm(), sdpa=True, plan=Plan)
-    with seqpar.parallelize(model, LocalComm(), sdpa=True, plan=PLAN):
-        assert torch.allclose(model(x), expected, atol=1e-6)
-    with seqpar.parallelize(model, comm := LocalComm(), sdpa=True), seqpar.parallel(PLAN, comm):
         assert torch.allclose(model(x), expected, atol=1e-6)
 
 
@@ -568,95 +327,6 @@ def test_what_is_saved_is_no_pickle_of_a_parallel_model(way: str, tmp_path: Path
     assert is_right(copy.deepcopy(again))
 
 
-def test_a_model_trains_without_the_noise_of_neftune() -> None:
-    model = llama()
-    embedding = model.get_input_embeddings()
-    embedding.neftune_noise_alpha = 5.0
-    with seqpar.parallelize(model, LocalComm()):
-        handle = embedding.register_forward_hook(neftune_post_forward_hook)
-        with advised(NotImplementedError, "leave neftune_noise_alpha out"):
-            model(**BATCH)
-        handle.remove()
-        assert is_right(model)
-
-
-def test_hidden_states_without_a_row_for_each_token_are_left_out() -> None:
-    from tests.ecosystem.architectures import TABLE
-    from tests.ecosystem.architectures import build as build_any
-
-    model = build_any(TABLE["gemma3n_text"], dtype=torch.float32).eval()  # its layers see four streams of rows
-    with torch.no_grad():
-        expected = model(**ROW).logits
-        with seqpar.parallelize(model, LocalComm()):
-            with advised(NotImplementedError, "leave output_hidden_states out"):
-                model(**ROW, output_hidden_states=True)
-            assert torch.allclose(model(**ROW).logits, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("way", ["undo", "local"])
-def test_backward_through_checkpoints_goes_before_undo_and_outside_local(way: str, reentrant: bool) -> None:
-    def trained(comm: Comm, late: bool) -> Tensor:
-        model = llama()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        handle = seqpar.parallelize(model, comm)
-        loss = model(**batches("right", 2)[comm.rank]).loss
-        if not late:
-            loss.backward()
-            handle.undo()
-            return model.model.embed_tokens.weight.grad
-        with advised(RuntimeError, "call backward before undo() and outside local()"):
-            if way == "undo":
-                handle.undo()
-                loss.backward()
-            else:
-                with handle.local():
-                    loss.backward()
-        return torch.zeros(())
-
-    run_threads(2, trained, True)
-    whole = one_process(llama(), batches("right", 2), True)
-    total = torch.stack(run_threads(2, trained, False)).sum(0)
-    torch.testing.assert_close(total, whole.grads["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["llama4_text", "phimoe"])
-def test_a_model_that_counts_a_ranks_rows_is_made_parallel(kind: str) -> None:
-    """Llama 4 scales queries by their place; the angles of PhiMoE depend on the longest position."""
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "long_mscale": 1.2, "short_mscale": 1.0}
-    config = {"rope_parameters": yarn | {"original_max_position_embeddings": 4}} if kind == "phimoe" else {}
-    model = of_architecture(Architecture(kind, "experts", config, training=False), torch.float32).eval()
-    expected = loss_of(model)
-    model.set_attn_implementation("seqpar")
-    with (
-        advised(
-            NotImplementedError,
-            "give the model to seqpar.parallelize, which knows some such layers",
-        ),
-        seqpar.parallel(PLAN, LocalComm()),
-    ):
-        model(**ROW, use_cache=False)
-    model.set_attn_implementation("eager")
-    with seqpar.parallelize(model, LocalComm()):
-        assert loss_of(model) == pytest.approx(expected, rel=1e-5)
-
-
-def test_changes_of_a_parallel_model_come_before_it_is_made_so() -> None:
-    def another_forward(model: Any) -> None:
-        model.forward = lambda **named: type(model).forward(model, **named)
-
-    model = llama()
-    handle = seqpar.parallelize(model, LocalComm())
-    another_forward(model)
-    with advised(NotImplementedError, "call undo() of the handle, replace the forward and parallelize the model again"):
-        model(**BATCH)
-    handle.undo()
-    another_forward(model)
-    with seqpar.parallelize(model, LocalComm()):
-        assert is_right(model)
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("of_class", [False, True])
 def test_trainer_puts_in_all_kernels_of_liger_but_the_fused_loss(
@@ -709,33 +379,6 @@ def test_trainer_puts_in_all_kernels_of_liger_but_the_fused_loss(
         del Model.forward
     found = trained(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False})
     assert found == pytest.approx(expected, rel=1e-2 if bf16 else 1e-5)
-
-
-def test_layers_are_replaced_before_a_model_is_made_parallel() -> None:
-    class Half(type(llama().model.layers[0].self_attn)):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, **named: Any) -> Any:
-            return super().forward(hidden_states / 2, **named)
-
-    def halved(model: Any) -> None:
-        model.model.layers[0].self_attn.__class__ = Half
-
-    def cumulated(model: Any) -> None:
-        model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
-
-    model = llama()
-    with seqpar.parallelize(model, LocalComm()):
-        cumulated(model)
-        with advised(NotImplementedError, "replace them before seqpar.parallelize"):
-            model(**BATCH)
-    model = llama()
-    cumulated(model)
-    with pytest.raises(NotImplementedError, match="tokens meet outside its attention"):
-        seqpar.parallelize(model, LocalComm())
-    model = llama()
-    halved(model)
-    expected = loss_of(model)
-    with seqpar.parallelize(model, LocalComm()):
-        assert loss_of(model) == pytest.approx(expected, rel=1e-5) != LOSS
 
 
 def test_scales_of_logits_are_changed_before_a_model_is_made_parallel() -> None:

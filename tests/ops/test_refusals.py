@@ -27,7 +27,7 @@ from seqpar.nn import Attention
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import Mean, all_sum, linear_cross_entropy, sync_gradients, token_log_probs, token_mean
-from tests.advice.remedies import default_group
+from tests.advice.advised import default_group
 from tests.cases import LAYOUTS, Case
 from tests.ops.cases import EACH, OUT, Options, check, inputs
 from tests.ops.recorded import assert_same_bits, step

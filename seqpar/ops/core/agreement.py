@@ -71,13 +71,6 @@ class agreement:
             if error is None:
                 raise
             return  # the other ranks rely on what they remember; this rank's own error is raised
-        except ValueError as refused:
-            if getattr(refused, "differing", "") != "plan":
-                raise
-            raise ValueError(
-                f"{str(refused).rpartition('; ')[0]}; make one plan from the same lengths on every rank, or where each "
-                "rank loads its own batch, use seqpar.data.share"
-            ) from None
         if not self.every:
             remember(self.comm, *self.keys)
 
