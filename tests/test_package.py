@@ -116,7 +116,7 @@ ORDER = {
         hf/experts hf/heads hf/positions hf/rotary hf/unlisted
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
-        hf/own_configs hf/afterwards hf/request hf/outputs hf/model hf/vision
+        hf/own_configs hf/afterwards hf/request hf/outputs hf/layer_plans hf/reading hf/handle hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

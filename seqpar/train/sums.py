@@ -332,3 +332,18 @@ def _add_in_order(addends: Sequence[Tensor], out: Tensor) -> None:
     for x in addends[1:-1]:
         total += x
     torch.add(total, addends[-1], out=out)
+
+
+def reported(part: Tensor, whole: Tensor) -> Tensor:
+    """The loss of all ranks, with the gradient of this rank's share of it."""
+    return _Reported.apply(part, whole)  # type: ignore[no-any-return]
+
+
+class _Reported(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor) -> Tensor:
+        return whole.to(part.dtype).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -7,17 +7,20 @@ the calling thread, between two forwards, so collectives are the same on every r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.data.prefetch import Epoch, Loader, begun_ahead, planning_thread
+from seqpar.data.host import moved
+from seqpar.data.prefetch import Epoch, Epochs, Loader, begun_ahead, planning_thread
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Brought
-from seqpar.facts.value import Ints, frozen
+from seqpar.facts.value import Ints, frozen, integer
 from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
 
@@ -79,6 +82,25 @@ class Plans:
     def forget(self) -> None:
         """Drop the plans made ahead that were not asked for."""
         self._coming.clear()
+
+
+def prefetched(
+    batches: Iterable[Any], comm: Comm, plans: Plans, read: Callable[[Mapping[str, Any]], Ints],
+    derive: Callable[[Plan], None], *, depth: int, device: torch.device | str | None, replicated: bool,
+) -> Iterator[Any]:  # fmt: skip
+    """A loader's batches, as `seqpar.integrations.hf.model.ParallelTransformer.prefetch` says.
+
+    read: a batch -> the lengths of its documents. derive, replicated: as for `ahead`.
+    """
+
+    def bring(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Ints]:
+        lengths = read(batch)
+        if device is None:
+            return batch, lengths
+        return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
+
+    depth = integer("depth", depth, 1)
+    return Epochs(lambda: ahead(Loader(batches), comm, plans, bring, derive, depth=depth, replicated=replicated))
 
 
 def ahead(

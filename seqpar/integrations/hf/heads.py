@@ -9,7 +9,7 @@ reads, and that its loss is a mean over rows, so that each rank's share is known
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from seqpar.comm import Comm
 from seqpar.data import Share
 from seqpar.integrations.hf.config import caching, hiding
-from seqpar.train.sums import sum_under
+from seqpar.train.sums import reported, sum_under
 
 IGNORED = -100
 POOLER = "pooler_output"
@@ -166,6 +166,22 @@ class HeadCall:
         total, count = sum_under(pair, self.comm, who, {"plan": plan.digest()})
         part = own * (self.count / count).to(own) * (1 if self.items is not None else average_over)
         return part, total / count, count
+
+    def output(self, run: Callable[[], Any], average_over: int) -> tuple[Any, Tensor | None]:
+        """The output of the call, with the union's loss, and the number of the loss's terms, None without a loss.
+
+        run: calls the model's own forward.
+        """
+        out, count = run(), None
+        if out.get("loss") is not None:
+            if self.labels is None:
+                raise NotImplementedError(
+                    f"{type(self.model).__name__} returned a loss without labels, whose share is not known; leave "
+                    "out what it was computed from, and compute the loss from what the model returns"
+                )
+            part, mean, count = self.loss(out.loss, out.logits, average_over)
+            out.loss = part if self.items is not None else reported(part, mean)
+        return out, count
 
 
 def ranks_outside(model: PreTrainedModel, comm: Comm) -> str:

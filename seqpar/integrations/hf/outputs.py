@@ -21,7 +21,7 @@ from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, ModelFit
 from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy
-from seqpar.train.sums import sum_under
+from seqpar.train.sums import reported, sum_under
 
 TOLD = 3  # last rows, whose logits tell if the head alone makes them; those of a padding token may be 0
 
@@ -133,18 +133,3 @@ def graphs(results: object) -> Iterator[Tensor]:
     elif isinstance(results, (Mapping, tuple, list)):
         for each in results.values() if isinstance(results, Mapping) else results:
             yield from graphs(each)
-
-
-def reported(part: Tensor, whole: Tensor) -> Tensor:
-    """The loss of all ranks, with the gradient of this rank's share of it."""
-    return _Reported.apply(part, whole)  # type: ignore[no-any-return]
-
-
-class _Reported(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, whole: Tensor) -> Tensor:
-        return whole.to(part.dtype).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

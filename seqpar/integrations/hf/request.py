@@ -109,13 +109,33 @@ class ItemCounts:
     """The labels of the forwards that share a `num_items_in_batch`, where no forward alone shows that it is too small.
 
     The caller of a loss that does not divide by it scales for wrappers only if it counted the labels of all ranks; that
-    of replicated batches may have counted the one batch.
+    of replicated batches may have counted the one batch. copies: how often the number counts a label.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, copies: int) -> None:
+        self._model, self.copies = model, copies
         self._of: tuple[Any, int] = (None, 0)
         self._seen, self._warned = 0, False
+
+    def check(self, items: Any, count: int | None, valid: int, fit: ModelFit, *, training: bool) -> None:
+        """Raise ValueError for a count that is smaller than the labels of its batch; in training as `note`.
+
+        items: as given. count: on the host. valid: labels of the union.
+        """
+        labels = valid * self.copies
+        if count is None or items is None:
+            return
+        if count < labels:
+            raise too_few(count, labels)
+        if training and (not fit.by_items or self.copies > 1):
+            self.note(items, count, labels)
+
+    def check_head(self, items: Any, labels: int, *, training: bool) -> None:
+        """The same for a head that pools."""
+        if labels > int(items):
+            raise too_few(items, labels)
+        if training:
+            self.note(items, int(items), labels)
 
     def note(self, items: Any, count: int, labels: int) -> None:
         """Warn once of a count that is smaller than the labels of the forwards that it was given to.

@@ -36,9 +36,9 @@ from seqpar.integrations.hf.forward import Forward, Noted, during, padding_of
 from seqpar.integrations.hf.mask import Blocks, Rule, Told, Unmade, blocks_of, rule_of, stretches, united
 from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.outputs import TOLD
+from seqpar.integrations.hf.reading import BatchCall, output_of
 from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of
 from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
-from seqpar.plan import Plan
 
 # What the text model is given besides, with a value per token: offsets of positions, features between layers.
 GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visual_pos_masks", "per_layer_inputs"
@@ -177,7 +177,8 @@ class ParallelVision(ParallelTransformer):
         if own.get("output_hidden_states"):
             asked["output_hidden_states"] = True
         blank = Towers(self.model, self.text, self.comm).blank_runs(f"{who}.forward", own, error)
-        _, chunked = self._output(any(name in asked for name in LABELS))
+        labels = any(name in asked for name in LABELS)
+        _, chunked = output_of(self.model, self.fit, self.logits, labels=labels)
         own |= {"return_dict": True} | caching(self.model) | ({ASKED: False} if asking else {})
         if chunked:
             none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
@@ -226,22 +227,20 @@ class ParallelVision(ParallelTransformer):
         if bringing is not None and bringing.error is not None:
             raise bringing.error
 
-    def _gather(
-        self, what: str, facts: Mapping[str, object], batch: Mapping[str, Any], value: Any, error: Exception | None
-    ) -> list[Any]:
+    def _gather(self, call: BatchCall, value: Any, error: Exception | None) -> list[Any]:
         bringing = self._bringing
         if bringing is None:
-            return super()._gather(what, facts, batch, value, error)
-        every = super()._gather(what, facts, batch, (value, None if error else bringing.told()), error)
+            return super()._gather(call, value, error)
+        every = super()._gather(call, (value, None if error else bringing.told()), error)
         ranks = every[:1] if self.source == "replicated" else every
         lengths = [np.frombuffer(announced[0], np.int64) for announced, _ in ranks]
         bringing.rules, bringing.blocks = united([told for _, told in ranks], lengths)
         return [announced for announced, _ in every]
 
-    def _layer_plan(self, own: Share, plan: Plan, rule: Rule) -> Plan:
+    def _blocks(self, rule: Rule) -> tuple[Rule, Blocks | None]:
         bringing = self._bringing
         if bringing is None or not bringing.rules:
-            return super()._layer_plan(own, plan, rule)
+            return rule, None
         if rule not in bringing.rules:  # of layers that a config may have and this one has not
             raise Unmade(
                 f"{type(self.model).__name__} makes masks for {list(bringing.rules)}, and a layer of its text model "
@@ -249,8 +248,8 @@ class ParallelVision(ParallelTransformer):
             )
         block, blocks = bringing.rules[rule], bringing.blocks
         if not block or blocks is None or not blocks.starts.size:
-            return super()._layer_plan(own, plan, rule)
-        return self._blocked(own, plan, rule._replace(block=block), blocks)
+            return rule, None
+        return rule._replace(block=block), blocks
 
     def _taken_blank(self) -> list[Callable[[], Any]]:
         if self._bringing is None:

@@ -140,7 +140,7 @@ def test_items_of_one_rank_alone_are_refused() -> None:
 
 def test_items_of_a_step_that_are_fewer_than_its_labels_are_told_once() -> None:
     model, items = torch.nn.Linear(2, 2), torch.tensor(6)
-    counted = ItemCounts(model)  # type: ignore[arg-type]
+    counted = ItemCounts(model, 1)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         counted.note(items, 6, 4)

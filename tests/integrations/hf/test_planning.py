@@ -108,7 +108,7 @@ def test_plans_made_ahead_know_who_brings_what() -> None:
     def rank(comm: Comm) -> list[list[int]]:
         own, sizes = copy.deepcopy(model), []
         with seqpar.parallelize(own, comm) as handle:
-            planner = handle._planner
+            planner = handle._reader._planner
 
             def noted(lengths: Ints, *rest: object) -> Plan:
                 plan = planner(lengths, *rest)  # type: ignore[arg-type]

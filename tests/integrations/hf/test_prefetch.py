@@ -176,7 +176,7 @@ def test_a_short_batch_that_comes_again_is_planned_once() -> None:
     def rank(comm: Comm) -> int:
         own = copy.deepcopy(model)
         with seqpar.parallelize(own, comm) as handle:
-            made, planner = [], handle._planner
+            made, planner = [], handle._reader._planner
             handle._plans = ahead.Plans(lambda *given: made.append(given) or planner(*given), planner.state)
             for size in (8, 8, 12, 8):
                 own(input_ids=torch.full((1, size), 1 + comm.rank))

@@ -1,0 +1,215 @@
+"""The handle of a parallel transformers model: how it becomes parallel, and what it is asked for besides forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from seqpar.comm import Comm
+from seqpar.comm.entry import uncompiled
+from seqpar.data.batch import Reading, read
+from seqpar.facts.value import Ints
+from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
+from seqpar.integrations.hf.afterwards import Afterwards
+from seqpar.integrations.hf.ahead import Plans, prefetched
+from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, left_out, numbered
+from seqpar.integrations.hf.config import text_of
+from seqpar.integrations.hf.forward import planned
+from seqpar.integrations.hf.generation import generators
+from seqpar.integrations.hf.heads import HeadCall
+from seqpar.integrations.hf.layer_plans import LayerPlans
+from seqpar.integrations.hf.logits import ask_trainer
+from seqpar.integrations.hf.mask import Blocks, Rule
+from seqpar.integrations.hf.outputs import Outputs
+from seqpar.integrations.hf.own_configs import OwnConfigs
+from seqpar.integrations.hf.planning import ModelPlanner
+from seqpar.integrations.hf.reading import Reader
+from seqpar.integrations.hf.recurrent.mixers import of_documents
+from seqpar.integrations.hf.registry import implementation, register
+from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, ItemCounts, Served
+from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
+from seqpar.integrations.hf.trial.fit import fitting
+from seqpar.integrations.hf.trial.runs import ModelFit
+from seqpar.integrations.hf.unlisted import rewritten
+from seqpar.ops.attention.signature import Accuracy, Numerics
+from seqpar.ops.core.agreement import agreement
+from seqpar.ops.core.ahead import attention_seen, recurrent_seen
+from seqpar.plan import Plan
+from seqpar.train.loop import Loop
+
+Planner = Callable[[Ints, int], Plan]
+
+
+class TransformerHandle(ParallelModel):
+    """See `seqpar.integrations.hf.model.ParallelTransformer`, which has the forward.
+
+    fit: the findings on the model. text: the module whose rows are shared: the model, or the text model inside it.
+    entries: those of a batch with a value per token; optional: of these, those that a rank may lack. returned: outputs
+    besides those with a row per token.
+    """
+
+    entries: tuple[str, ...] = ROWS
+    optional: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ("hidden_states",)
+
+    def __init__(
+        self, model: PreTrainedModel, comm: Comm, *, plan: Planner | None = None, source: str = "sharded",
+        average_over: int = 1, logits: bool | None = None, accuracy: Accuracy = "exact", deterministic: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(model, comm)
+        self.model: PreTrainedModel = model
+        self.text = text_of(model)
+        self._last = model.base_model if self.text is model else self.text  # the last module before the head
+        self.source, self.average_over, self.logits = source, average_over, logits
+        self._hidden: list[Tensor] | None = None  # collects the base model's last hidden states, if needed
+        self._running = False
+        self._head: HeadCall | None = None  # the call of a head that pools, which this thread is in
+        self._count = 0  # of forwards
+        self._longest = 0  # positions of the longest row of all ranks' batches, if rotary embeddings depend on it
+        self._seed = comm.gather(f"parallelize({type(model).__name__})", torch.initial_seed())[0]
+        self._before = self.text.config._attn_implementation
+        try:
+            with agreement("parallelize", comm, every=True) as call:
+                numerics = Numerics.checked(accuracy, deterministic)
+                refuse_unready(model)
+                if plan is not None:
+                    check_makes_plans(model, plan, "(lengths, ranks)")
+                self.fit = self._tried(numerics)
+                call.facts = {
+                    "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
+                    "lengths that rotary embeddings have met": lengths_kept(lengthy(model)), **numerics._asdict(),
+                }  # fmt: skip
+        except BaseException:
+            self._undone.close()
+            raise
+        for module, number in numbered(model, self.fit.callers, self.fit.calls).items():
+            self._undone.enter_context(replaced(module, {LAYER: number}))
+        self._rotaries = lengthy(model)
+        for rotary in self._rotaries:
+            self.put_around(rotary, turn)
+        planner = ModelPlanner(model, causal=self.fit.causal)
+        self._plans = Plans(planner, planner.state)
+        if plan is not None:
+            self._plans = Plans(lambda lengths, ranks, *_: plan(lengths, ranks), None)
+        self._layers = LayerPlans(type(model).__name__, comm, self._blocks, stated=self._plans.repeats)
+        self._afterwards = Afterwards(model, KEY, self.fit.calls)
+        self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
+        replicated = source == "replicated"
+        self._reader = Reader(
+            model, self.fit, planner, self._check, entries=self.entries, optional=self.optional, replicated=replicated
+        )
+        self._items = ItemCounts(model, comm.size if replicated else 1)
+        self._outputs = Outputs(
+            model, comm, self.fit, average_over, self._items.copies, self.returned, self._afterwards
+        )
+        self._loop = Loop(model, comm, average_over=average_over)
+        self._undone.callback(self._loop.close)
+        self._install()
+        ask_trainer()
+        self._afterwards.note_waypoints(self.fit.callers)
+
+    def _tried(self, numerics: Numerics) -> ModelFit:
+        """The findings on the model, with seqpar's attention and mixers in place."""
+        model = self.model
+        register()  # it may have been undone
+        self._configs = OwnConfigs(model, self.text, KEY)
+        self._undone.callback(self._configs.undo)
+        if numerics != Numerics():
+            for module in model.modules():
+                self._undone.enter_context(replaced(module, {NUMERICS: numerics}))
+        for module, written in rewritten(model):
+            self.put_around(module, written.replacement, written.method)
+        fit = fitting(model)
+        for rule in fit.rules if self.text is model else ():
+            if error := left_out(rule, model.config):
+                raise error
+        return fit
+
+    def prefetch(
+        self, batches: Iterable[Any], *, depth: int = 1, device: torch.device | str | None = None
+    ) -> Iterator[Any]:
+        """A loader's batches, unchanged; while one is computed, a thread plans the next `depth`.
+
+        device: where the tensors of the batches go, by transfers for which the host does not wait. They are read before
+        and not again in the forward, which would wait for all work of the device.
+
+        Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
+        batch; the planning thread uses no comm. A batch that is changed on its way to the model is planned when it
+        arrives. The thread ends with the iterator: at the last batch, at an error, and on ``close``. A loop that begins
+        after that is another epoch over the same loader; one that begins in mid-epoch goes on with it.
+
+        Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
+        ValueError on all ranks if some loaders have ended and others have not, and after a loader has written to a
+        batch that it gave before: it must yield new tensors, as a DataLoader does.
+        """
+        return prefetched(
+            batches, self.comm, self._plans, self._lengths, self._derive, depth=depth, device=device,
+            replicated=self.source == "replicated",
+        )  # fmt: skip
+
+    def _lengths(self, batch: Mapping[str, Any]) -> Ints:
+        """The lengths of the documents of a loader's batch."""
+        return read(self._read_ahead(batch), Reading(self.fit.shift)).lengths
+
+    def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a loader's batch that tell its documents."""
+        unread = OF_LOSS if self.fit.at_home is not None else ()
+        return {name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch and name not in unread}
+
+    def _derive(self, plan: Any) -> None:
+        """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
+        if isinstance(plan, Plan) and plan.ranks == self.comm.size and plan.kv_layout is plan.layout:
+            for rule in tuple(self._layers.known):
+                attention_seen.derive(planned(plan.padded(), rule, stated=self._plans.repeats), self.comm)
+            recurrent_seen.derive(of_documents(plan.padded()), self.comm)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformerHandle:
+        """Raise: a copy's forward would be the model's own, weights and all."""
+        raise NotImplementedError(
+            f"a copy of a parallel {type(self.model).__name__}: copy the model before seqpar.parallelize or after "
+            "undo(), and make the copy parallel too"
+        )
+
+    def _reduce(self, protocol: Any) -> Any:
+        """Raise: a pickled forward would hold a comm of this process."""
+        raise unpicklable(type(self.model).__name__)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, the model is as before, on this rank alone.
+
+        Rotary embeddings forget afterwards what lengths they met inside, as other ranks have not met them.
+        """
+        attention = self._before if self._before != KEY else "eager"
+        with super().local(), implementation(self.text, attention), forgotten(self._rotaries):
+            yield
+
+    def _install(self) -> None:
+        model, undone = self.model, self._undone
+        self._replace(model, generators(self, model))
+        if model.base_model is not model:  # heads of other libraries call the base model
+            self._replace(model.base_model, {})
+        if self.fit.head is not None:
+            self._keeping = self._last.register_forward_hook(uncompiled(self._keep_hidden))
+            undone.callback(self._keeping.remove)
+
+    def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
+        """Make the forward of a module, the model or its base, run on all ranks."""
+        raise NotImplementedError
+
+    def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        """Settle the arguments of a call; raises as `Served.check`."""
+        self._served.check(module, arguments, self._head)
+
+    def _blocks(self, rule: Rule) -> tuple[Rule, Blocks | None]:
+        """The blocks of tokens that see each other whole under a rule, and the rule with them."""
+        return rule, None
+
+    def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self._hidden is not None:
+            self._hidden.append(out[0])
