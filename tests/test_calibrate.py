@@ -19,7 +19,7 @@ import seqpar.launch
 from seqpar.cli import calibrate, main, measure
 from seqpar.comm import Comm
 from seqpar.planner import Hardware, ModelShape
-from seqpar.planner.fit import Exchanged
+from seqpar.planner.fit import ExchangeTiming
 
 ROOT = Path(__file__).parent.parent
 TINY = ModelShape.preset("tiny")
@@ -69,12 +69,12 @@ def test_a_machine_is_measured_and_its_file_loads(tmp_path: Path) -> None:
 
 
 def test_an_emulated_rank_is_a_comm() -> None:
-    assert isinstance(measure.Alone(4), Comm)
+    assert isinstance(measure.SingleRankComm(4), Comm)
 
 
 @pytest.mark.parametrize("case", measure.cases(256), ids=str)
 def test_the_facts_of_a_case_are_those_of_its_plan(case: measure.Case) -> None:
-    attended = measure.Attended(case, TINY, CPU)
+    attended = measure.TimedCase(case, TINY, CPU)
     facts, plan = attended.facts, attended.plan
     mask = seqpar.Mask(case.lengths, window=(case.window, None))
     lo, hi = mask.bounds(plan.layout.positions(0))
@@ -89,7 +89,7 @@ def test_the_facts_of_a_case_are_those_of_its_plan(case: measure.Case) -> None:
 
 
 def test_more_steps_are_made_of_the_same_keys() -> None:
-    few, many = (measure.Attended(measure.Case((512,), 8, steps), TINY, CPU).facts for steps in (2, 9))
+    few, many = (measure.TimedCase(measure.Case((512,), 8, steps), TINY, CPU).facts for steps in (2, 9))
     assert few["steps"] < many["steps"]
     assert {k: v for k, v in few.items() if k != "steps"} == {k: v for k, v in many.items() if k != "steps"}
 
@@ -125,7 +125,7 @@ def test_turns_are_interleaved_and_warmed_up() -> None:
 
 def test_a_link_takes_the_slowest_rank_of_a_turn() -> None:
     ranks = [{"inside": [[1.0, 5.0, 3.0]]}, {"inside": [[2.0, 1.0, 4.0]]}]
-    assert measure.links(ranks, [8]) == {"inside": [Exchanged(8, 4.0)]}
+    assert measure.links(ranks, [8]) == {"inside": [ExchangeTiming(8, 4.0)]}
 
 
 def test_a_link_gets_more_turns_while_its_fit_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

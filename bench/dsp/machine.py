@@ -24,7 +24,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.dsp import Space, attention_plan, begin_switch
 from seqpar.plan import Plan
 from seqpar.planner import Hardware, Link
-from seqpar.planner.hardware import BACKWARD, Attention
+from seqpar.planner.hardware import BACKWARD, AttentionCost
 from seqpar.testing import run_processes
 
 LARGE = 1 << 20  # elements of a switch that measures bandwidth
@@ -187,7 +187,7 @@ def machine(ranks: int, comm: str, repeat: int) -> Machine:
     """The planner's hardware for this machine: medians over the figures of all ranks."""
     found = run_processes(ranks, figures, repeat, comm=comm, timeout=120.0)
     middle = {key: median(rank[key] for rank in found) for key in found[0]}
-    attention = Attention(
+    attention = AttentionCost(
         middle["forward"], middle["backward"], 0.0, query_pairs=middle["pairs"], key_pairs=middle["fetched"],
         stage=middle["step"],
     )  # fmt: skip

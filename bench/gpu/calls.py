@@ -23,7 +23,7 @@ from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.reference import Reference
 from seqpar.kernels.triton import Triton
 from seqpar.kernels.vendor import Segmented
-from seqpar.ops.attention.signature import come_again
+from seqpar.ops.attention.signature import lengths_repeat
 from seqpar.plan.steps import BandBounds, StepBand
 from seqpar.testing import relative_rms
 
@@ -301,7 +301,7 @@ def asked(setup: Setup, machine: Machine, *, grads: bool, deterministic: bool, m
     return CallSpec(
         machine.device.type, 10 * major + minor, setup.dtype, setup.heads, setup.kv_heads, setup.dim, setup.v_dim,
         grads=grads, deterministic=deterministic, merges=merges or len(mask.bands) > 1,
-        few_shapes=come_again(mask.lengths), until=mask.has_until,
+        few_shapes=lengths_repeat(mask.lengths), until=mask.has_until,
     )  # fmt: skip
 
 

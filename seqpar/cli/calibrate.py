@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from seqpar.planner import ModelShape
-    from seqpar.planner.fit import Exchanged, Fit, Multiplied
+    from seqpar.planner.fit import ExchangeTiming, Fit, LinearTiming
 
 LONGEST = 1 << 15  # tokens of the longest document: all cases are in memory at once
 ROUNDS = 4  # of exchanges at most, while a fit fails
@@ -150,7 +150,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     return hardware.to_dict() | {"measured": about}
 
 
-def _linear(model: ModelShape, device: torch.device, seconds: float) -> tuple[Fit[float], list[Multiplied]]:
+def _linear(model: ModelShape, device: torch.device, seconds: float) -> tuple[Fit[float], list[LinearTiming]]:
     """The fit of a layer without attention, and the measured rows."""
     from seqpar.cli import measure
     from seqpar.planner.fit import fit_linear
@@ -161,7 +161,9 @@ def _linear(model: ModelShape, device: torch.device, seconds: float) -> tuple[Fi
     return fit_linear(rows[: len(seen)], rows[len(seen) :]), rows
 
 
-def _links(device: torch.device, ranks: int, quick: bool) -> tuple[dict[str, Fit[Any]], dict[str, list[Exchanged]]]:
+def _links(
+    device: torch.device, ranks: int, quick: bool
+) -> tuple[dict[str, Fit[Any]], dict[str, list[ExchangeTiming]]]:
     """The fits of the links by name, and the measured rows.
 
     A busy machine takes a core away for longer than a small exchange lasts: more turns are measured while a fit fails.

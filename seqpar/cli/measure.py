@@ -22,7 +22,7 @@ from seqpar.comm.protocol import NO_FACTS, Stats
 from seqpar.kernels import Score, call_spec, choose
 from seqpar.plan.steps import count
 from seqpar.planner import ModelShape
-from seqpar.planner.fit import Computed, Exchanged, Multiplied
+from seqpar.planner.fit import AttentionTiming, ExchangeTiming, LinearTiming
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def cases(longest: int) -> list[Case]:
     return fitted + [Case(c.lengths, c.ranks, c.steps, c.window, unseen=True) for c in unseen]
 
 
-class Alone:
+class SingleRankComm:
     """A comm with rank 0 alone, which computes its share of a plan; exchanges bring nothing and take no time.
 
     Receive buffers hold random numbers: the time does not depend on their values, except for NaN.
@@ -166,14 +166,14 @@ def shapes(model: ModelShape) -> list[tuple[int, int]]:
     return [(model.heads, model.dim), (model.kv_heads, model.dim), (model.kv_heads, model.values)]
 
 
-class Attended:
+class TimedCase:
     """A case with its plan and tensors, ready to be timed."""
 
     def __init__(self, case: Case, model: ModelShape, device: torch.device) -> None:
         self.kernel = kernel_for(model, device)
         mask = seqpar.Mask(case.lengths, window=(case.window, None))
         layout = seqpar.Layout.zigzag(case.lengths, case.ranks)
-        self.case, self.comm, self.device = case, Alone(case.ranks), device
+        self.case, self.comm, self.device = case, SingleRankComm(case.ranks), device
         dtype = getattr(torch, model.dtype)
         whole = seqpar.Plan(mask, layout)
         fetched = sum(count(rows) for step in whole.steps(0) for rows in step.recvs.values())
@@ -212,7 +212,7 @@ def longest_document(model: ModelShape, device: torch.device, seconds: float, mo
     """Tokens, a power of two up to `most`, of a document whose forward takes about so many seconds."""
     length = 256
     while length < most:
-        probe = Attended(Case((length,)), model, device)
+        probe = TimedCase(Case((length,)), model, device)
         probe.run()
         if min(probe.run()[0] for _ in range(3)) > seconds / 3:
             break
@@ -222,14 +222,16 @@ def longest_document(model: ModelShape, device: torch.device, seconds: float, mo
 
 def attention(
     model: ModelShape, device: torch.device, budget: float, longest: int, tick: Callable[[float], None]
-) -> list[tuple[Case, list[Computed]]]:
+) -> list[tuple[Case, list[AttentionTiming]]]:
     """For every case the median of its forward and of its backward."""
-    attended = [Attended(case, model, device) for case in cases(longest)]
+    attended = [TimedCase(case, model, device) for case in cases(longest)]
     found = interleaved([a.run for a in attended], budget, tick)
     rows = []
     for a, times in zip(attended, found, strict=True):
         medians = [statistics.median(each) for each in zip(*times, strict=True)]
-        rows.append((a.case, [Computed(**a.facts, backward=b, seconds=s) for b, s in zip((False, True), medians)]))
+        rows.append(
+            (a.case, [AttentionTiming(**a.facts, backward=b, seconds=s) for b, s in zip((False, True), medians)])
+        )
     return rows
 
 
@@ -270,7 +272,7 @@ class DecoderBlock(torch.nn.Module):
 
 def linear(
     model: ModelShape, device: torch.device, budget: float, sizes: Sequence[int], tick: Callable[[float], None]
-) -> list[Multiplied]:
+) -> list[LinearTiming]:
     """Median seconds of a layer's forward and backward, for each number of tokens."""
     dtype = getattr(torch, model.dtype)
     block = DecoderBlock(model).to(device, dtype)
@@ -282,7 +284,7 @@ def linear(
 
     inputs = [[torch.randn(n, model.hidden, device=device).to(dtype) for _ in range(2)] for n in sizes]
     found = interleaved([partial(run, x.requires_grad_(), dout) for x, dout in inputs], budget, tick)
-    return [Multiplied(block.flops * n, statistics.median(s for (s,) in each)) for n, each in zip(sizes, found)]
+    return [LinearTiming(block.flops * n, statistics.median(s for (s,) in each)) for n, each in zip(sizes, found)]
 
 
 def interleaved(
@@ -367,12 +369,12 @@ def pooled(
     ]
 
 
-def links(ranks: Iterable[Mapping[str, list[list[float]]]], sizes: Sequence[int]) -> dict[str, list[Exchanged]]:
+def links(ranks: Iterable[Mapping[str, list[list[float]]]], sizes: Sequence[int]) -> dict[str, list[ExchangeTiming]]:
     """Link -> for each size, the median over turns of the slowest rank's seconds."""
     of = list(ranks)
     return {
         name: [
-            Exchanged(size, statistics.median(map(max, zip(*(rank[name][at] for rank in of), strict=True))))
+            ExchangeTiming(size, statistics.median(map(max, zip(*(rank[name][at] for rank in of), strict=True))))
             for at, size in enumerate(sizes)
         ]
         for name in of[0]

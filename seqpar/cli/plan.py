@@ -291,9 +291,9 @@ def make_mask(args: Any) -> Mask:
 def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
     """The plan's figures as plain data. For few ranks also the bytes of a layer; `sends_to` adds both directions."""
     from seqpar.plan.counts import load_of
-    from seqpar.plan.report import told_by_rank
+    from seqpar.plan.report import shows_each_rank
 
-    load, by_rank = load_of(plan), told_by_rank(plan)
+    load, by_rank = load_of(plan), shows_each_rank(plan)
     ranks: list[dict[str, Any]] = []
     for rank in range(plan.ranks):
         facts: dict[str, Any] = {"rank": rank, "rows": plan.rows(rank), "area": round(float(load.area[rank]))}

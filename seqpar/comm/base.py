@@ -381,7 +381,7 @@ class WorkBase(Generic[C]):
             self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
 
 
-class Done:
+class CompletedWork:
     """`Work` of an exchange without messages."""
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import PATIENCE
-from seqpar.comm.base import Done, ProcessComm, process_group
+from seqpar.comm.base import CompletedWork, ProcessComm, process_group
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.group_channel import GroupChannel
 from seqpar.comm.over_gloo import GlooWork
@@ -61,7 +61,7 @@ class GroupComm(ProcessComm[GroupChannel]):
             raise _wrong_devices(types, channel.backends)
         channel.check()
         if not types:
-            return Done()
+            return CompletedWork()
         if "cuda" in types:
             refuse_capture(tag)
         self.stats.count(sends, recvs)

@@ -25,7 +25,7 @@ from seqpar.comm.base import ProcessChannel, held_up, waited
 from seqpar.comm.failure import Monitor, RootCause, weakly
 from seqpar.comm.header import REMEMBERED, describe
 from seqpar.comm.host_pool import HostPool
-from seqpar.comm.interrupt import Awaited, Interrupt
+from seqpar.comm.interrupt import Interrupt, WaitedWork
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError
@@ -135,10 +135,10 @@ class GroupChannel(ProcessChannel):
         self._hang_up()
         self._abort_nccl()
 
-    def _give_up(self, work: Awaited) -> None:
+    def _give_up(self, work: WaitedWork) -> None:
         self.fail(f"in {describe(work.tag)}: interrupted by Ctrl-C")
 
-    def _answer(self, work: Awaited) -> None:
+    def _answer(self, work: WaitedWork) -> None:
         """Tell a rank that asks, since its wait has lasted too long, whom this one waits for."""
         peer = work.awaited()
         try:

@@ -15,7 +15,7 @@ from seqpar.comm.protocol import Tag
 LOOKING = 0.5  # seconds between two looks
 
 
-class Awaited(Protocol):
+class WaitedWork(Protocol):
     """A work that a rank waits for."""
 
     @property
@@ -36,15 +36,15 @@ class Interrupt:
     look: called on that thread with the awaited object from time to time, once a wait has lasted that long.
     """
 
-    def __init__(self, give_up: Callable[[Awaited], object], look: Callable[[Awaited], object]) -> None:
+    def __init__(self, give_up: Callable[[WaitedWork], object], look: Callable[[WaitedWork], object]) -> None:
         self._give_up, self._look = give_up, look
         self._files: tuple[int, int] | None = None
         self._stop: Callable[[], object] = lambda: None
-        self._awaited: Awaited | None = None
+        self._awaited: WaitedWork | None = None
         self._seen = 0  # the id of what was awaited at the last look
         self._before = -1  # the wake-up file descriptor of someone else
 
-    def begin(self, awaited: Awaited) -> bool:
+    def begin(self, awaited: WaitedWork) -> bool:
         """Start watching; `end` must follow, with what this returns: whether Ctrl-C is listened for."""
         _, writing = self._files or self._start()
         self._awaited = awaited

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
-from seqpar.comm.base import Channel, CommBase, Done, WorkBase
+from seqpar.comm.base import Channel, CommBase, CompletedWork, WorkBase
 from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, cycle_through
 from seqpar.comm.owner import in_some_comm
@@ -270,7 +270,9 @@ class _World:
         """Whether ranks, or heads of queues, wait for each other in a cycle through this one: then the root cause."""
         cycle = cycle_through(start, awaited)
         if cycle:
-            self.fail(start % self.size, f"the ranks wait for each other in a cycle: {self.waits.told(cycle)}")
+            self.fail(
+                start % self.size, f"the ranks wait for each other in a cycle: {self.waits.describe_cycle(cycle)}"
+            )
         return bool(cycle)
 
 
@@ -398,7 +400,7 @@ class LocalComm(CommBase[_LocalChannel]):
         sends, recvs, _ = checked_sides(self.rank, self._ranks, sends, recvs, direct=self.direct)
         self._channel.check()
         if not sends and not recvs:
-            return Done()
+            return CompletedWork()
         stream = _stream(itertools.chain(_all(sends), _all(recvs)))
         if stream is not None:
             refuse_capture(tag)

@@ -101,7 +101,7 @@ class Waits:
         mine = range(rank, len(self.queues), self.size)
         return [number for number in mine if any(entry.progress is progress for entry in self.queues[number])]
 
-    def told(self, cycle: Sequence[tuple[int, int]]) -> str:
+    def describe_cycle(self, cycle: Sequence[tuple[int, int]]) -> str:
         """The waits of a cycle in words."""
         size = self.size
         return "; ".join(f"rank {a % size} in {self._place(a)} waits for rank {b % size}" for a, b in cycle)

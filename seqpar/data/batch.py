@@ -24,7 +24,19 @@ from seqpar.data.documents import (
     starts_of,
 )
 from seqpar.data.host import moved, placed, read_entries
-from seqpar.data.rows import LABELS, LONGEST, MASK, PARENTS, POSITIONS, READ, STARTS, TOKENS, Home, PackedRows, flat
+from seqpar.data.rows import (
+    LABELS,
+    LONGEST,
+    MASK,
+    PARENTS,
+    POSITIONS,
+    READ,
+    STARTS,
+    TOKENS,
+    BatchShape,
+    PackedRows,
+    flat,
+)
 from seqpar.facts.intervals import expand
 from seqpar.facts.value import Ints, integer
 from seqpar.kernels.memory.copy import picked
@@ -64,7 +76,7 @@ class Packed(NamedTuple):
     tensors: dict[str, Tensor]
     places: Ints | None
     valid: Ints
-    home: Home
+    home: BatchShape
     others: dict[str, Any]
     nodes: Nodes | None = None
 
@@ -108,7 +120,7 @@ def read(batch: Mapping[str, Any] | None, how: Reading) -> Packed:
     if meant := sorted(READ & {*how.keep}):
         raise ValueError(f"keep={list(how.keep)} would leave {meant} unread; keep only entries that are not rows")
     if batch is None:
-        return Packed(NONE, {}, None, np.zeros((0, 1 + depth), np.int64), Home((0,)), {})
+        return Packed(NONE, {}, None, np.zeros((0, 1 + depth), np.int64), BatchShape((0,)), {})
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a mapping of names to tensors, got {type(batch).__name__}")
     if odd := [name for name in batch if not isinstance(name, str)]:

@@ -15,7 +15,7 @@ from seqpar.comm import Comm
 from seqpar.data.batch import Reading
 from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
-from seqpar.data.union import Known, announce
+from seqpar.data.union import BatchUnion, announce
 from seqpar.facts.value import integer
 from seqpar.ops.core.ahead import attention_seen, recurrent_seen
 from seqpar.planner import MicroBatch
@@ -61,7 +61,7 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
     """The shares of one epoch."""
     with planning_thread() as thread:
 
-        def begin(_: object) -> tuple[Known, Snapshot, Future[Any]] | None:
+        def begin(_: object) -> tuple[BatchUnion, Snapshot, Future[Any]] | None:
             batch, error = loader.next()
             known = announce(batch, comm, source, how, error=error, ended=loader.ended, depth=depth)
             if known is None:
@@ -77,7 +77,7 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
             yield only, last
 
 
-def _chosen(known: Known, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:
+def _chosen(known: BatchUnion, comm: Comm, planner: Planner | None) -> list[MicroBatch] | Exception:
     """The plan of a union, with all that its first layers would derive; or the error that prevents it."""
     chosen = choose(known, comm.size, planner)
     if not isinstance(chosen, Exception):

@@ -25,7 +25,7 @@ READ = {*TOKENS, *STARTS, *LONGEST, MASK, PARENTS, POSITIONS}  # what a batch is
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class Home(NamedTuple):
+class BatchShape(NamedTuple):
     """The original shape of a batch, to which results return.
 
     shape: of the rows, [B, S] or [T]; None for a list of documents. lengths: those of the list's documents. kept: the
@@ -36,7 +36,7 @@ class Home(NamedTuple):
     lengths: tuple[int, ...] = ()
     kept: Ints | None = None
 
-    def pick(self, rows: Ints) -> Home:
+    def pick(self, rows: Ints) -> BatchShape:
         """The home of some of the rows with results."""
         return self._replace(kept=rows if self.kept is None else self.kept[rows])
 
@@ -55,7 +55,7 @@ class PackedRows(NamedTuple):
 
     entries: dict[str, Any]
     edges: Ints
-    home: Home
+    home: BatchShape
 
     @property
     def column(self) -> Ints:
@@ -85,7 +85,7 @@ def flat(given: Mapping[str, Any]) -> PackedRows:
         entries[name] = value if name in (*STARTS, *LONGEST, PARENTS) else _rows_of(name, value, shape)
     count, width = (1, shape[0]) if dims == 1 else shape
     _check_types(entries)
-    return PackedRows(entries, np.arange(count + 1) * width, Home(shape))
+    return PackedRows(entries, np.arange(count + 1) * width, BatchShape(shape))
 
 
 def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
@@ -129,7 +129,7 @@ def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
             raise ValueError(f"{name} must have one dtype and the same dims behind the first, got {shown(value)}")
         entries[name] = torch.cat(list(value)) if value else torch.zeros(0, dtype=torch.int64, device="cpu")
     _check_types(entries)
-    return PackedRows(entries, edges(np.array(lengths, np.int64)), Home(None, tuple(lengths)))
+    return PackedRows(entries, edges(np.array(lengths, np.int64)), BatchShape(None, tuple(lengths)))
 
 
 def _check_types(entries: Mapping[str, Any]) -> None:

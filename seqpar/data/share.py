@@ -17,8 +17,8 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.data.batch import MTP_LABELS, Reading, taken
-from seqpar.data.rows import POSITIONS, Home
-from seqpar.data.union import Known, announce
+from seqpar.data.rows import POSITIONS, BatchShape
+from seqpar.data.union import BatchUnion, announce
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
@@ -54,7 +54,7 @@ class Share(Memo):
     mtp_valid: tuple[int, ...]
     others: dict[str, Any]
     places: Ints | None
-    home: Home
+    home: BatchShape
     source: Layout | None  # the layout of the rows before they move; None if every rank has all rows
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -212,7 +212,7 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
         return share.home.fill(relayout(x[:tokens], comm, src=plan.layout, dst=share.source))
 
 
-def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
+def choose(known: BatchUnion, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
     """The plan of a union, or the error that prevents it. Local, and without tensors."""
     try:
         plan = (planner or _default_plan)(known.documents, ranks)
@@ -221,7 +221,7 @@ def choose(known: Known, ranks: int, planner: Planner | None) -> list[MicroBatch
         return error
 
 
-def choose_step(known: Known, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
+def choose_step(known: BatchUnion, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
     """The plans of a union in several steps, or the error that prevents them. Local, and without tensors."""
     try:
         made: Any = (planner or plan_step)(known.documents, ranks)
@@ -272,7 +272,7 @@ def _served(plan: Plan, documents: Mask | Ints, ranks: int, places: Ints | None)
 
 
 def take(
-    known: Known, comm: Comm, how: Reading, chosen: list[MicroBatch] | Exception, *, alike: bool = False
+    known: BatchUnion, comm: Comm, how: Reading, chosen: list[MicroBatch] | Exception, *, alike: bool = False
 ) -> list[Share]:
     """This rank's shares under plans that all ranks have made alike. A collective.
 
@@ -290,7 +290,7 @@ def take(
     return [_taken(known.pick(part.documents, comm.rank), comm, how, part.plan) for part in chosen]
 
 
-def _taken(known: Known, comm: Comm, how: Reading, plan: Plan) -> Share:
+def _taken(known: BatchUnion, comm: Comm, how: Reading, plan: Plan) -> Share:
     source = known.layout(comm.size)
     with no_autocast("cpu"), no_autocast("cuda"):  # its `cat` refuses rows of the other 16 bits
         rows = _moved(known, comm, source, plan.layout)
@@ -303,7 +303,7 @@ def _taken(known: Known, comm: Comm, how: Reading, plan: Plan) -> Share:
     return Share(plan, comm, rows, positions, valid, tuple(later), own.others, known.places, own.home, source)
 
 
-def _moved(known: Known, comm: Comm, source: Layout | None, target: Layout) -> dict[str, Tensor]:
+def _moved(known: BatchUnion, comm: Comm, source: Layout | None, target: Layout) -> dict[str, Tensor]:
     """The rows of every tensor that this rank computes; tensors of one kind move in one exchange."""
     own = {name: known.rows(name) for name in known.columns}
     if source is None:

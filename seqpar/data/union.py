@@ -64,7 +64,7 @@ class Facts(NamedTuple):
         return cls(lengths, places, valid.reshape(-1, depths), own, ended, digest, nodes)
 
 
-class Known(NamedTuple):
+class BatchUnion(NamedTuple):
     """The union of all batches as every rank knows it, and this rank's own batch.
 
     lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has all documents.
@@ -93,7 +93,7 @@ class Known(NamedTuple):
         """How many of the documents each rank brought; None if every rank has all of them."""
         return None if self.holder is None else tuple(np.bincount(self.holder, minlength=ranks).tolist())
 
-    def pick(self, documents: Ints, rank: int) -> Known:
+    def pick(self, documents: Ints, rank: int) -> BatchUnion:
         """This union restricted to some of the documents, ascending, for rank `rank`."""
         first = np.cumsum(self.lengths) - self.lengths
         places = None if self.places is None else self.places[expand(first[documents], self.lengths[documents])]
@@ -101,7 +101,7 @@ class Known(NamedTuple):
         if self.holder is not None:
             holder = self.holder[documents]
             own = documents[holder == rank] - np.searchsorted(self.holder, rank)
-        return Known(
+        return BatchUnion(
             self.own.pick(own), frozen(self.lengths[documents]), holder, places, self.valid[documents], self.columns,
             None if self.tree is None else self.tree.pick(documents),
         )  # fmt: skip
@@ -142,7 +142,7 @@ def announce(
     ended: bool = False,
     depth: int = 0,
     gather: Gather | None = None,
-) -> Known | None:
+) -> BatchUnion | None:
     """The union of all ranks' batches; None if all loaders have ended. A collective.
 
     error: why this rank has no batch. depth: how many further batches are announced while one is computed. gather: the
@@ -200,7 +200,7 @@ def _check_equal(every: Sequence[Facts]) -> None:
             )
 
 
-def _union(own: Packed, every: Sequence[Facts], source: str, optional: Sequence[str]) -> Known:
+def _union(own: Packed, every: Sequence[Facts], source: str, optional: Sequence[str]) -> BatchUnion:
     """The documents of all ranks, one rank's after the other's; of a replicated batch, those of each."""
     if source == "replicated":
         every = every[:1]
@@ -212,7 +212,7 @@ def _union(own: Packed, every: Sequence[Facts], source: str, optional: Sequence[
     columns = _common(every, optional)
     if not own.lengths.size:
         own = own._replace(tensors={})  # of whatever kind: the others' is what moves
-    return Known(
+    return BatchUnion(
         own, frozen(lengths), None if source == "replicated" else holder, _places(every, lengths), valid, columns,
         _tree(every),
     )  # fmt: skip
@@ -249,13 +249,13 @@ def _common(every: Sequence[Facts], optional: Sequence[str]) -> dict[str, Column
             one, other = (columns[each].get(name, "missing") for each in (first, rank))
             if one != other:
                 raise ValueError(
-                    f"share: {name} is {_told(one)} on rank {first} and {_told(other)} on rank {rank}; rows of all "
-                    "ranks' batches go together: give them the same entries"
+                    f"share: {name} is {_describe(one)} on rank {first} and {_describe(other)} on rank {rank}; rows of "
+                    "all ranks' batches go together: give them the same entries"
                 )
     return {name: columns[first][name] for name in sorted(columns[first])}
 
 
-def _told(column: Column | str) -> str:
+def _describe(column: Column | str) -> str:
     if isinstance(column, str):
         return column
     grad = " that requires a gradient" if column.requires_grad else ""

@@ -93,15 +93,15 @@ class Grid:
             x, inside = gather(x, self.outer, form, inside), None
         if self.held in dims:
             assert self.held is not None
-            x = gather(x, self.beside(inside), form, self.held)
+            x = gather(x, self.group_space(inside), form, self.held)
         return x
 
     def sharing(self, whole: Collection[str], inside: Sharding) -> tuple[Space, Sharding]:
         """The space of the ranks that share the mixing of these dims, and the dimension that they shard."""
-        return (self.beside(inside), self.held) if self.held in whole else (self.outer, inside)
+        return (self.group_space(inside), self.held) if self.held in whole else (self.outer, inside)
 
-    def beside(self, inside: Sharding) -> Space:
-        """The space that a group has together while the ranks across groups shard `inside`."""
+    def group_space(self, inside: Sharding) -> Space:
+        """The dimensions that a group holds together while `inside` is sharded across groups."""
         assert self.inner is not None
         part = {} if inside in (None, self.held) else {inside: self.outer.local(inside)[inside]}
         return Space(self.inner.dims | part, self.inner.comm)

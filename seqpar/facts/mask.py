@@ -34,7 +34,7 @@ from seqpar.facts.bands import Band, Until, filled, meetings
 from seqpar.facts.bounds import band_of_bounds, batch_lengths
 from seqpar.facts.documents import band_of_documents, document_spans, stays_inside
 from seqpar.facts.intervals import Runs, distinct, edges
-from seqpar.facts.picture import Shown, plot
+from seqpar.facts.picture import MaskPicture, plot
 from seqpar.facts.slices import block_strips, slice_strips
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import Strips, bands_of, sink_strips, united
@@ -452,10 +452,10 @@ class Mask(Fact):
         """
         plot(self.shown(), path)
 
-    def shown(self) -> Shown:
+    def shown(self) -> MaskPicture:
         """What pictures show of the mask, here and beside a plan."""
         areas = [self._area(band) for band in self.bands]
-        return Shown(repr(self), self.bands, areas, self.offsets, self.kv_offsets, self.paths)
+        return MaskPicture(repr(self), self.bands, areas, self.offsets, self.kv_offsets, self.paths)
 
     def _checked(self, positions: ArrayLike) -> Ints:
         at = np.asarray(positions)

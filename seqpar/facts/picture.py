@@ -23,7 +23,7 @@ DRAWN = 4096  # nodes at most
 EDGES = 64  # documents at most whose borders are drawn
 
 
-class Shown(NamedTuple):
+class MaskPicture(NamedTuple):
     """What a picture shows of a mask. offsets: the starts of documents, and the last end. areas: pairs of each band."""
 
     title: str
@@ -34,7 +34,7 @@ class Shown(NamedTuple):
     paths: Paths | None
 
 
-def plot(shown: Shown, path: str | Path) -> None:
+def plot(shown: MaskPicture, path: str | Path) -> None:
     """Write the picture; the file's suffix decides its format.
 
     Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
@@ -57,7 +57,7 @@ def plot(shown: Shown, path: str | Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def pairs(axis: Any, shown: Shown, *, columns: int = 4) -> None:
+def pairs(axis: Any, shown: MaskPicture, *, columns: int = 4) -> None:
     """Queries downwards and keys to the right; a cell is darker the more of its pairs a band shows.
 
     columns: of the legend; one in a small panel.
@@ -106,7 +106,7 @@ def nodes(axis: Any, paths: Paths) -> None:
     )  # fmt: skip
 
 
-def raster(shown: Shown) -> NDArray[np.float64]:
+def raster(shown: MaskPicture) -> NDArray[np.float64]:
     """The share of the pairs of each cell that each band shows, [bands, cells of queries, cells of keys]; sampled."""
     rows, columns = (_sampled(int(offsets[-1])) for offsets in (shown.offsets, shown.kv_offsets))
     document = interval_of(rows, shown.offsets[:-1]) + 1

@@ -30,7 +30,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
 from seqpar.plan.derive import Derived
-from seqpar.plan.routes import Needs, needs_of
+from seqpar.plan.routes import NeededKeys, needs_of
 
 
 class Tally(NamedTuple):
@@ -114,7 +114,7 @@ def counts_of(
     part, holder = runs.pick(moving), group[moving]
     order = order_of(holder, groups)
     own = Intervals(holder[order], part.start[order], (part.start + part.count)[order])
-    moved = Moved(needs_of(mask, part, holder, groups), own, groups, mask.kv_tokens)
+    moved = FetchedKeys(needs_of(mask, part, holder, groups), own, groups, mask.kv_tokens)
     close = areas.copy()
     close[:, moving] = _near(mask, part, holder, own)
     near, merging = close.sum(0), (close < areas).sum(0) * runs.count
@@ -176,13 +176,13 @@ def _moving(mask: Mask, group: Ints, document: Ints) -> Ints:
     return np.flatnonzero(cut_up[document])
 
 
-class Moved:
+class FetchedKeys:
     """The key rows that groups fetch from each other, from the keys that each needs and owns.
 
     Groups, or nodes, lie on one line of positions one after the other, so that one sorted array counts for all.
     """
 
-    def __init__(self, needs: Needs, own: Intervals, groups: int, tokens: int) -> None:
+    def __init__(self, needs: NeededKeys, own: Intervals, groups: int, tokens: int) -> None:
         self.needs, self.own, self.groups, self.line = needs.intervals, own, groups, tokens + 1
 
     def _overlap(self, covered: Intervals, asked: Intervals) -> Ints:
@@ -316,7 +316,7 @@ def load_of(plan: Derived) -> Load:
     return Load(rows, by_rank, pieces, keys, None if node is None else crossing)
 
 
-def _entering(moved: Moved, inner: int, *, once: bool) -> Ints:
+def _entering(moved: FetchedKeys, inner: int, *, once: bool) -> Ints:
     """Rows that each group receives from other nodes of ``inner`` groups. once: all go to the node's first group."""
     at = np.arange(moved.groups) // inner
     if not once:
@@ -331,11 +331,11 @@ def node_of(plan: Derived) -> int | None:
     return plan.node if plan.node is not None or plan.forecast is None else plan.forecast.node
 
 
-def _moved_by_width(plan: Derived) -> Iterator[tuple[int, Moved]]:
+def _moved_by_width(plan: Derived) -> Iterator[tuple[int, FetchedKeys]]:
     """For each width, the keys that its groups fetch."""
     for width in np.unique(plan.widths).tolist():
         demand = plan.demand(width)
-        yield width, Moved(demand.needs, _held(demand.holders), demand.groups, demand.holders.total)
+        yield width, FetchedKeys(demand.needs, _held(demand.holders), demand.groups, demand.holders.total)
 
 
 def _held(holders: Holders) -> Intervals:

@@ -26,7 +26,7 @@ import numpy as np
 
 from seqpar.facts.intervals import Intervals, expand, order_of
 from seqpar.facts.value import Ints
-from seqpar.plan.routes import Demand, Needs, Stages, StepRoute, by_owner, fetch, sends_of, slices_of
+from seqpar.plan.routes import Demand, NeededKeys, Stages, StepRoute, by_owner, fetch, sends_of, slices_of
 from seqpar.plan.steps import Entry, Rows, as_rows
 
 
@@ -91,7 +91,7 @@ def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
     )
 
 
-def _entering(demand: Demand, inner: int) -> Needs:
+def _entering(demand: Demand, inner: int) -> NeededKeys:
     """The keys that several groups of a node see and none owns: intervals by node, each of one set of groups."""
     needs, nodes, span = demand.needs, demand.groups // inner, demand.holders.total + 1
     base = needs.group // inner * span
@@ -104,7 +104,7 @@ def _entering(demand: Demand, inner: int) -> Needs:
     several = np.flatnonzero(seen >= 2)
     node = edges[several] // span
     lo, hi = edges[several] - node * span, edges[several + 1] - node * span
-    return Needs.of_groups(Intervals(node, lo, hi), nodes)
+    return NeededKeys.of_groups(Intervals(node, lo, hi), nodes)
 
 
 def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
@@ -119,7 +119,7 @@ def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
     return node[edge[kept]].astype(np.int64), edge[kept], edge[kept + 1]
 
 
-def _seen_by(needs: Needs, node: Ints, lo: Ints, inner: int) -> tuple[Ints, Ints]:
+def _seen_by(needs: NeededKeys, node: Ints, lo: Ints, inner: int) -> tuple[Ints, Ints]:
     """All pairs of a piece and a group of its node that sees it, by piece, then group. lo: the starts of the pieces."""
     span = int(max(needs.hi.max(), lo.max())) + 1
     at, base = node * span + lo, needs.group // inner * span
@@ -139,14 +139,14 @@ def _cut_evenly(piece: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     return cuts[0], cuts[1]
 
 
-def _without(needs: Needs, group: Ints, lo: Ints, hi: Ints) -> Needs:
+def _without(needs: NeededKeys, group: Ints, lo: Ints, hi: Ints) -> NeededKeys:
     """Needs less the given disjoint intervals of each group, which lie inside them."""
     span = int(needs.hi.max()) + 1
     first = np.sort(np.concatenate([needs.group * span + needs.lo, group * span + hi]))
     stop = np.sort(np.concatenate([needs.group * span + needs.hi, group * span + lo]))
     first, stop = first[stop > first], stop[stop > first]
     owner = first // span
-    return Needs.of_groups(Intervals(owner, first - owner * span, stop - owner * span), needs.edge.size - 1)
+    return NeededKeys.of_groups(Intervals(owner, first - owner * span, stop - owner * span), needs.edge.size - 1)
 
 
 def _turns(

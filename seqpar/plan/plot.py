@@ -20,7 +20,7 @@ from seqpar.facts.value import Ints
 from seqpar.plan.counts import Floats, fetched_between, load_of, node_of
 from seqpar.plan.derive import Derived
 from seqpar.plan.prediction import Prediction
-from seqpar.plan.report import told_by_rank
+from seqpar.plan.report import shows_each_rank
 from seqpar.plan.traffic import HeadShape
 
 SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # unnamed documents, in turns
@@ -224,7 +224,7 @@ def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any,
     from matplotlib.colors import PowerNorm
 
     call = call or (plan.forecast.call if plan.forecast is not None else CALL)
-    node, block, exact = node_of(plan), 1, told_by_rank(plan)
+    node, block, exact = node_of(plan), 1, shows_each_rank(plan)
     if not exact:
         unit = int(np.lcm.reduce([node or 1, *np.unique(plan.widths).tolist()]))
         block = unit * -(-plan.ranks // (unit * BLOCKS))

@@ -20,7 +20,7 @@ DEGREES = 12  # if there are more degrees, they are grouped by powers of two
 QUANTILES = ("min", "10 %", "median", "90 %", "max")
 
 
-def told_by_rank(plan: Derived) -> bool:
+def shows_each_rank(plan: Derived) -> bool:
     """Whether every rank gets a line, which visits all of its rows."""
     runs, _ = plan.layout.all_runs()
     rows = plan.mask.tokens + STRIDED * int(runs.count[runs.step > 1].sum())
@@ -34,7 +34,7 @@ def describe(plan: Derived) -> str:
     or millions of striped ones, have none: that would take minutes.
     """
     widths = ", ".join(str(w) for w in np.unique(plan.widths))
-    area, shown = plan.mask.area(), told_by_rank(plan)
+    area, shown = plan.mask.area(), shows_each_rank(plan)
     lines = [
         f"{plan.mask!r}",
         *_paths(plan.mask),

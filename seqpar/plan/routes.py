@@ -1,7 +1,7 @@
 """The routes of keys among the ranks that hold different tokens of one part: fetch, ring, double ring, gather.
 
-Every rank derives all routes without a message from `Needs`, the key positions that each group of ranks must see. A
-group is the ranks that share heads; with width 1 it is one rank. ``home`` is the group of the deriving rank,
+Every rank derives all routes without a message from `NeededKeys`, the key positions that each group of ranks must see.
+A group is the ranks that share heads; with width 1 it is one rank. ``home`` is the group of the deriving rank,
 ``own_keys`` are the positions of its keys.
 
 fetch: an owner sends each group the keys that it sees, in stages. A group's stages run downwards from its own keys and
@@ -41,7 +41,7 @@ from seqpar.facts.value import Ints, Memo
 from seqpar.plan.steps import Entry, Rows, as_rows
 
 
-class Needs(NamedTuple):
+class NeededKeys(NamedTuple):
     """Disjoint, ascending intervals of key positions that each group sees; group ``g`` has edge[g] to edge[g+1]."""
 
     group: Ints
@@ -50,7 +50,7 @@ class Needs(NamedTuple):
     edge: Ints
 
     @classmethod
-    def of_groups(cls, intervals: Intervals, groups: int) -> Needs:
+    def of_groups(cls, intervals: Intervals, groups: int) -> NeededKeys:
         """Intervals of groups numbered below ``groups``; a group may see nothing."""
         return cls(*intervals, np.searchsorted(intervals.group, np.arange(groups + 1)))
 
@@ -64,11 +64,11 @@ class Needs(NamedTuple):
         part = slice(self.edge[group], self.edge[group + 1])
         return expand(self.lo[part], self.hi[part] - self.lo[part])
 
-    def of(self, groups: Ints) -> Needs:
+    def of(self, groups: Ints) -> NeededKeys:
         """The needs of these groups alone, renumbered in the given order."""
         count = self.edge[groups + 1] - self.edge[groups]
         at = expand(self.edge[groups], count)
-        return Needs(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], edges(count))
+        return NeededKeys(np.repeat(np.arange(groups.size), count), self.lo[at], self.hi[at], edges(count))
 
 
 class StepRoute(NamedTuple):
@@ -99,7 +99,7 @@ APART = StepRoute(np.zeros(0, np.int64), {}, {}, {}, {})
 class Demand(Memo):
     """One part over its groups: the keys that each group sees, owns, and owns first."""
 
-    needs: Needs
+    needs: NeededKeys
     holders: Holders
     anchor: Ints
     groups: int
@@ -123,7 +123,7 @@ class Demand(Memo):
         return self.holders.of(positions)
 
 
-def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
+def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> NeededKeys:
     """The keys that each group's queries see, from the runs of all groups' queries."""
     seen = []
     for band in mask.bands:
@@ -132,7 +132,7 @@ def needs_of(mask: Mask, runs: Runs, group: Ints, groups: int) -> Needs:
         at, lo, hi = met.intervals()
         seen.append((group[source[met.piece[at]]], lo, hi))
     owner, lo, hi = seen[0] if len(seen) == 1 else map(np.concatenate, zip(*seen, strict=True))
-    return Needs.of_groups(union(owner, lo, hi, groups, mask.kv_tokens), groups)
+    return NeededKeys.of_groups(union(owner, lo, hi, groups, mask.kv_tokens), groups)
 
 
 class Stages(NamedTuple):
@@ -264,7 +264,7 @@ def by_owner(owner: Ints | NDArray[np.int32], groups: int) -> dict[int, Rows]:
     return {o: as_rows(rows) for o, rows in zip(owners.tolist(), split, strict=False)}
 
 
-def slices_of(needs: Needs, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
+def slices_of(needs: NeededKeys, stages: Stages) -> tuple[Ints, Ints, Ints, Ints]:
     """Every group's need, cut into its stages: group, stage, lo, hi of each piece."""
     length = needs.hi - needs.lo
     if (stages.count == 1).all():
@@ -313,7 +313,7 @@ def ring(demand: Demand, home: int, own_keys: Ints, inner: int) -> Iterator[Step
     returns from that holder to the owner.
     """
     groups = demand.groups
-    seen = demand.memo("seen", lambda: Seen.of(demand))
+    seen = demand.memo("seen", lambda: SeenKeys.of(demand))
     last = demand.memo(("last hop", inner), lambda: _last_hop(demand, seen, inner))
     if last == 0:
         return
@@ -381,7 +381,7 @@ def _hops_to(holder: Ints | int, owner: Ints | int, groups: int, inner: int) -> 
     return outer * inner + (place - own + outer) % inner
 
 
-class Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys that any group sees, in stretches that the same groups see, and these in pieces of one owner.
 
     first, stop: the stretches of each interval of the needs; count: a bound of their numbers. lo, hi, stretch: of each
@@ -397,7 +397,7 @@ class Seen(NamedTuple):
     edge: Ints
 
     @classmethod
-    def of(cls, demand: Demand) -> Seen:
+    def of(cls, demand: Demand) -> SeenKeys:
         """The keys of one part."""
         needs = demand.needs
         breaks = distinct(np.concatenate([needs.lo, needs.hi]))
@@ -414,7 +414,9 @@ class Seen(NamedTuple):
         return least_over(self.first[chosen], self.stop[chosen], values[chosen], self.count, none)
 
 
-def _downstream(demand: Demand, seen: Seen, home: int, inner: int) -> tuple[Ints, NDArray[np.bool_], NDArray[np.bool_]]:
+def _downstream(
+    demand: Demand, seen: SeenKeys, home: int, inner: int
+) -> tuple[Ints, NDArray[np.bool_], NDArray[np.bool_]]:
     """How far home's own pieces go; and of every piece, whether home gets it, and whether it then goes on.
 
     From home keys go round the rest of its node, and then to the nodes before their owner's. So a piece goes on if the
@@ -434,7 +436,7 @@ def _downstream(demand: Demand, seen: Seen, home: int, inner: int) -> tuple[Ints
     return reach, met | goes_on, goes_on
 
 
-def _last_hop(demand: Demand, seen: Seen, inner: int) -> int:
+def _last_hop(demand: Demand, seen: SeenKeys, inner: int) -> int:
     """The last hop at which any holder sees a key.
 
     64 groups at a time are bits of a word: which of them see a stretch, and then which see any key of an owner.

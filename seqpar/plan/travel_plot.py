@@ -15,7 +15,7 @@ from seqpar.plan.derive import Derived
 from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import LAYER_WAYS, TravelWay, check_travel, inside, layer_way
-from seqpar.plan.travel_report import between, check_kinds, passed, told
+from seqpar.plan.travel_report import between, check_kinds, describe_way, passed
 
 DRAWN = 2000  # runs, or states on their way, at most
 RANKS = 64
@@ -58,7 +58,9 @@ def plot(
     where, inner = inside(runs, way)
     with rc_context(STYLE):
         figure: Any = Figure(figsize=(14, 2.6 + 0.35 * max(plan.ranks, 8)), layout="constrained")
-        figure.suptitle(f"One recurrent layer on {plan.ranks} ranks: {told(way)}", fontsize=13, fontweight="bold")
+        figure.suptitle(
+            f"One recurrent layer on {plan.ranks} ranks: {describe_way(way)}", fontsize=13, fontweight="bold"
+        )
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         senders(left, where, inner)
         if way.inside is not None:

@@ -72,10 +72,10 @@ def describe(
         lines += [
             f"a state has {_mib(of_layer.state)}, its map {_mib(of_layer.map)}; a row {of_layer.row:,} bytes, its "
             f"result {of_layer.out:,}",
-            f"states: {told(way)}",
+            f"states: {describe_way(way)}",
         ]
     if layer.taps:
-        lines.append(f"convolution of {_many(layer.taps, 'tap')}: {told(halo)}")
+        lines.append(f"convolution of {_many(layer.taps, 'tap')}: {describe_way(halo)}")
     if layer.heads:
         listed = ", ".join(f"{name} {_mib(x.cost)}" for name, x in costs.items())
         lines.append(f"cost of the busiest rank, an exchange as {_mib(LATENCY)}: {listed}")
@@ -166,7 +166,7 @@ def passed(runs: DocumentRuns, way: TravelWay) -> tuple[Ints, Ints, NDArray[np.b
     return asked.item, receiver, ~runs.opens[asked.item]
 
 
-def told(way: TravelWay) -> str:
+def describe_way(way: TravelWay) -> str:
     """A way in words."""
     if not way.steps:
         return "nothing is sent"

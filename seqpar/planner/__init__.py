@@ -3,11 +3,11 @@
 from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.planner.batch import plan_batch
 from seqpar.planner.forecast import Forecast
-from seqpar.planner.hardware import Attention, Hardware, Link
+from seqpar.planner.hardware import AttentionCost, Hardware, Link
 from seqpar.planner.shape import ModelShape
 from seqpar.planner.step import MicroBatch, plan_step
 
 __all__ = [
-    "Attention", "Forecast", "Hardware", "Link", "MicroBatch", "ModelShape", "RecurrentLayer", "plan_batch",
+    "AttentionCost", "Forecast", "Hardware", "Link", "MicroBatch", "ModelShape", "RecurrentLayer", "plan_batch",
     "plan_step",
 ]  # fmt: skip

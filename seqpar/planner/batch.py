@@ -21,10 +21,10 @@ from seqpar.facts.value import Ints
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.carried import Passed, RecurrentWeights, carried_of
+from seqpar.planner.carried import LayerTraffic, RecurrentWeights, carried_of
 from seqpar.planner.cost import (
-    Counted,
     Layers,
+    LayoutCounts,
     Ticks,
     Weights,
     counted,
@@ -124,8 +124,8 @@ class Candidate(NamedTuple):
     """A placement with its counts of work and traffic: plain, and perhaps with keys that enter a node once."""
 
     placement: Placement
-    plain: Counted
-    once: Counted | None
+    plain: LayoutCounts
+    once: LayoutCounts | None
 
     @property
     def moved(self) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def choose(
     every, documents = layers_in(layers), len(mask.lengths)
     stage = launches_in(layers) * (w.forward.stage + w.backward.stage)
     fetch = Fetching(every * w.key, every * w.query, stage, max(1, TYPICAL_STAGE // w.row_bytes))
-    batch = Documents(mask.lengths, total, w.beside + every * w.query, fetch)
+    batch = Documents(mask.lengths, total, w.per_row + every * w.query, fetch)
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms, spare = [(batch, even)], bool((even != room).any())
     costs = batch
@@ -238,7 +238,7 @@ def _decided(rivals: list[Candidate], mask: Mask, w: Weights, node: int, *, laye
         layer, rows = w.recurrent.layer, np.array([counts.rows for counts in counts_of])
 
         @cache
-        def passed(nth: int) -> Passed:
+        def passed(nth: int) -> LayerTraffic:
             return carried_of(mask, rivals[nth].placement.pieces, layer, ranks=rows.shape[1], node=node)
 
         ticks = _with_recurrent(ticks, w.recurrent, rows, lambda way: passed(ways[way][0]), slowest_of)
@@ -254,7 +254,8 @@ def _decided(rivals: list[Candidate], mask: Mask, w: Weights, node: int, *, laye
 
 
 def _with_recurrent(
-    ticks: Ticks, w: RecurrentWeights, rows: Ints, passed: Callable[[int], Passed], slowest_of: Callable[[Ticks], Ints]
+    ticks: Ticks, w: RecurrentWeights, rows: Ints, passed: Callable[[int], LayerTraffic],
+    slowest_of: Callable[[Ticks], Ints],
 ) -> Ticks:  # fmt: skip
     """The ticks of candidates with those of recurrent layers. rows: [candidates, ranks].
 
@@ -299,7 +300,11 @@ def candidates(ranks: int, node: int, documents: int, *, thorough: bool, single:
             return [Knobs(80, 40, 4, 0, width), Knobs(80, 24, 4, 4, width)] + [Knobs(80, 40, 4, 0, 1)] * (width > 1)
         tiers = [Knobs(64, 40, 4, 1, width), Knobs(80, 24, 4, 4, width)]
         if ranks * documents <= 8 * SMALL:
-            tiers += [Knobs(80, 40, 4, 2, width), Knobs(80, 40, 4, 0, width), Knobs(80, 40, 4, 0, width, trade=1)]
+            tiers += [
+                Knobs(80, 40, 4, 2, width),
+                Knobs(80, 40, 4, 0, width),
+                Knobs(80, 40, 4, 0, width, trade=1),
+            ]
         return whole + shared + grouped + tiers + [Knobs(80, 40, 4, 0, 1), Knobs(64, 40, 4, 1, 1)] * (width > 1)
     return grouped + [Knobs(64, 40, 4, 1, width)]
 
@@ -342,10 +347,23 @@ def _apart(ranks: int, widths: list[int], documents: int, quarters: int) -> list
     if quarters >= 2 and documents < 64 * ranks:
         knobs += [Knobs(80, 0, 4, 4, 1), Knobs(64, 16, 4, 4, 1)] + [Knobs(64, 40, 4, 4, w) for w in widths]
     if len(widths) == 1:
-        return knobs + [Knobs(160, 40, 4, 4, 1), Knobs(64, 40, 4, 4, 1), Knobs(64, 16, 4, 4, 1), Knobs(64, 16, 4, 1, 1)]
+        return knobs + [
+            Knobs(160, 40, 4, 4, 1),
+            Knobs(64, 40, 4, 4, 1),
+            Knobs(64, 16, 4, 4, 1),
+            Knobs(64, 16, 4, 1, 1),
+        ]
     half, width = widths[-2:]
-    knobs += [Knobs(80, 40, 4, 0, half), Knobs(80, 40, 4, 0, width), Knobs(64, 40, 4, 1, width)]
-    knobs += [Knobs(160, 16, 4, 4, half), Knobs(160, 16, 4, 1, width), Knobs(160, 40, 4, 4, width)]
+    knobs += [
+        Knobs(80, 40, 4, 0, half),
+        Knobs(80, 40, 4, 0, width),
+        Knobs(64, 40, 4, 1, width),
+    ]
+    knobs += [
+        Knobs(160, 16, 4, 4, half),
+        Knobs(160, 16, 4, 1, width),
+        Knobs(160, 40, 4, 4, width),
+    ]
     return knobs + [Knobs(64, n, 4, 4, w) for n in (16, 40) for w in (1, width)]
 
 

@@ -13,7 +13,7 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
     Every pair is computed once, and every row once in each band in which it sees keys; a document has at least one
     piece; if cut, it also costs fetched rows.
     """
-    ticks = layers[0][0].lengths * (w.beside)
+    ticks = layers[0][0].lengths * (w.per_row)
     for mask, count in layers:
         ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * (mask.lengths + again(mask)) + w.piece)
     return ticks
@@ -31,5 +31,5 @@ def lower_bound(layers: Layers, w: Weights, ranks: int, *, least: Ints | None = 
     ticks = document_ticks(layers, w) if least is None else least
     start = (w.forward.stage + w.backward.stage) * launches_in(layers)
     shared = -(-int(ticks.sum()) // ranks)
-    rows = -(-tokens // ranks) * (w.beside)
+    rows = -(-tokens // ranks) * (w.per_row)
     return max(shared, rows) + (start if tokens >= ranks else 0)

@@ -53,7 +53,7 @@ class Items(NamedTuple):
         return Items((self.near > 0) * (1 - far), far)
 
 
-class Passed(NamedTuple):
+class LayerTraffic(NamedTuple):
     """What one layer passes in forward; in backward the gradients go the other way.
 
     items: the "state" and "map" of runs, the "row" that is relaid with its results, the "halo" before a run and its
@@ -72,12 +72,12 @@ class Passed(NamedTuple):
     peers: int
 
 
-def carried_by(mask: Mask, layout: Layout, layer: LayerBytes, *, node: int) -> Passed:
+def carried_by(mask: Mask, layout: Layout, layer: LayerBytes, *, node: int) -> LayerTraffic:
     """What a layer passes under a layout of a mask's documents."""
     return _carried(DocumentRuns.of(Residence(mask, layout, layout)), layer, node)
 
 
-def carried_of(mask: Mask, pieces: Pieces, layer: LayerBytes, *, ranks: int, node: int) -> Passed:
+def carried_of(mask: Mask, pieces: Pieces, layer: LayerBytes, *, ranks: int, node: int) -> LayerTraffic:
     """The same for a layout given by pieces."""
     start = mask.offsets[pieces.document] + pieces.start
     order = start.argsort()
@@ -85,7 +85,7 @@ def carried_of(mask: Mask, pieces: Pieces, layer: LayerBytes, *, ranks: int, nod
     return _carried(DocumentRuns.of_pieces(start, count, rank, document, ranks, mask.offsets), layer, node)
 
 
-def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> Passed:
+def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> LayerTraffic:
     ranks, none = runs.ranks, np.zeros(runs.ranks, np.int64)
     items: dict[str, Items] = {}
     late, blocks, leaving, waited = Items(none, none), 1, none, none
@@ -96,7 +96,7 @@ def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> Passed:
 
     exchanges, peers = Items(none, none), max(1, min(node, ranks) - 1)
     if not runs.of_cut_documents.start.size:
-        return Passed(items, exchanges, late, blocks, leaving, waited, peers)
+        return LayerTraffic(items, exchanges, late, blocks, leaving, waited, peers)
     way = layer_way(runs, layer)
     if way.inside is not None:
         exchanges = exchanges.plus(passed("row", lambda node: relaid(runs, node)), times=2)
@@ -119,7 +119,7 @@ def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> Passed:
     if rows.steps:
         exchanges = exchanges.plus(passed("halo", lambda node: neighbours(beside, layer.reach, node)))
         items["halo"] = items["halo_grad"] = Items(*(-(-rows // layer.reach) for rows in items["halo"]))
-    return Passed(items, exchanges, late, blocks, leaving, waited, peers)
+    return LayerTraffic(items, exchanges, late, blocks, leaving, waited, peers)
 
 
 def _waited(runs: DocumentRuns, hops: Items, work: LayerWork, blocks: int) -> Ints:
@@ -155,7 +155,7 @@ class RecurrentWeights:
     """The recurrent layers of a model on a machine, in ticks, all layers, forward and backward.
 
     layer: what one of them passes. row: of a row. leave: of a row in a run that others continue, besides. items: as of
-    `Passed`. passes: of a layer, in a step. near, far: the latency of an exchange inside a node and beyond.
+    `LayerTraffic`. passes: of a layer, in a step. near, far: the latency of an exchange inside a node and beyond.
     """
 
     layer: LayerBytes
@@ -200,7 +200,7 @@ class RecurrentWeights:
             far=round(far.latency / second),
         )
 
-    def ticks(self, rows: Ints, carried: Passed | None) -> tuple[Ints, Ints]:
+    def ticks(self, rows: Ints, carried: LayerTraffic | None) -> tuple[Ints, Ints]:
         """Ticks of each rank computing recurrent layers, and waiting for what they pass.
 
         A rank that only sends waits as long as one that receives as much, and its peers are taken to have equal parts.

@@ -32,7 +32,7 @@ from seqpar.plan.counts import Tally, summed, tally
 from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES
-from seqpar.planner.carried import Passed, RecurrentWeights, carried_by
+from seqpar.planner.carried import LayerTraffic, RecurrentWeights, carried_by
 from seqpar.planner.count import tallies
 from seqpar.planner.hardware import Hardware, Link
 from seqpar.planner.place import Placement, layout_of
@@ -44,7 +44,7 @@ LARGEST_AREA = 62  # no document has 2 ** 62 pairs or more
 Layers = Sequence[tuple[Mask, int]]  # masks, each with the number of its layers
 
 
-class Pass(NamedTuple):
+class AttentionTicks(NamedTuple):
     """Ticks of one layer's attention in one direction."""
 
     pair: int
@@ -54,7 +54,7 @@ class Pass(NamedTuple):
     stage: int
 
 
-class Wire(NamedTuple):
+class LinkTicks(NamedTuple):
     """Ticks of a link: per exchange, key row, gradient of a key row, and row of a head trade in each direction.
 
     On the way in a head trade moves query, key and value, on the way out the output; in backward the directions swap.
@@ -76,15 +76,16 @@ class Wire(NamedTuple):
 class Weights:
     """A model on a machine, in ticks. row, label: all layers, forward and backward. second: the seconds of a tick.
 
-    area: `Pass.pair` is the cost of ``2**area`` attended pairs. recurrent: of all recurrent layers; None without them.
+    area: `AttentionTicks.pair` is the cost of ``2**area`` attended pairs. recurrent: of all recurrent
+    layers; None without them.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: AttentionTicks
+    backward: AttentionTicks
     row: int
     label: int
-    inside: Wire
-    across: Wire
+    inside: LinkTicks
+    across: LinkTicks
     heads: int
     kv_heads: int
     row_bytes: int
@@ -106,17 +107,19 @@ class Weights:
         dearer = max(0, round(max(pair, back) / pair).bit_length() - 3)
         area = min(max(0, coarse - dearer), LARGEST_AREA)
 
-        def direction(cost: float, calls: int) -> Pass:
+        def direction(cost: float, calls: int) -> AttentionTicks:
             pairs = (2**area, a.query_pairs, a.key_pairs)
             seconds = (*(cost * each for each in pairs), calls * a.piece, calls * a.stage)
-            return Pass(*(round(s / second) for s in seconds))
+            return AttentionTicks(*(round(s / second) for s in seconds))
 
-        def wire(link: Link) -> Wire:
+        def wire(link: Link) -> LinkTicks:
             size = DTYPE_BYTES[shape.dtype]
             queries, outputs = (shape.heads * dim * size for dim in (shape.dim, shape.values))
             bytes_ = shape.row_bytes, shape.row_bytes * max(4, size) / size, queries + shape.row_bytes, outputs
             rates = link.bandwidth, link.alone
-            return Wire(*(round(s / second) for s in (link.latency, *(b / rate for rate in rates for b in bytes_))))
+            return LinkTicks(
+                *(round(s / second) for s in (link.latency, *(b / rate for rate in rates for b in bytes_)))
+            )
 
         passes = 4 if shape.recompute == "full" else 3
         return cls(
@@ -156,7 +159,7 @@ class Weights:
         return self.forward.piece + self.backward.piece
 
     @property
-    def beside(self) -> int:
+    def per_row(self) -> int:
         """Ticks of a row besides attention, forward and backward: linear layers, recurrences and its label."""
         return self.row + self.label + (0 if self.recurrent is None else self.recurrent.row)
 
@@ -213,7 +216,7 @@ def timeline(
     """
     shared: Ints = np.asarray(width)
     heads, kv_heads = -(-w.heads // shared), -(-w.kv_heads // shared)  # of the member with most heads
-    both = Pass(*np.array([w.forward, w.backward]).T[:, :, None])
+    both = AttentionTicks(*np.array([w.forward, w.backward]).T[:, :, None])
     # rounded up, so that the members of a group together take no less than the whole
     own = both.piece * t.pieces + both.query * (t.rows + t.again) + both.pair * w.begun(t.near)
     launch = both.stage * np.asarray(bands)
@@ -299,7 +302,7 @@ class WidthGroup(NamedTuple):
     shared_node: bool  # whether a node has several groups
 
 
-class Counted(NamedTuple):
+class LayoutCounts(NamedTuple):
     """A layout's counts of every rank's work and traffic: by mask, then by rising width.
 
     carried: what recurrent layers pass; None if they were not counted.
@@ -307,7 +310,7 @@ class Counted(NamedTuple):
 
     masks: list[list[WidthGroup]]
     rows: Ints
-    carried: Passed | None = None
+    carried: LayerTraffic | None = None
 
     @property
     def moved(self) -> int:
@@ -337,7 +340,7 @@ def launches_in(layers: Layers) -> int:
 
 def counted(
     layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: LayerBytes | None = None
-) -> Counted:
+) -> LayoutCounts:
     """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once.
 
     recurrent: what a recurrent layer passes, to be counted too.
@@ -352,10 +355,10 @@ def counted(
             parts.append(WidthGroup(count, len(mask.bands), width, t, near_by > 1))
         masks.append(parts)
     carried = None if recurrent is None else carried_by(layers[0][0], layout, recurrent, node=node)
-    return Counted(masks, layout.sizes(), carried)
+    return LayoutCounts(masks, layout.sizes(), carried)
 
 
-def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[Counted]:
+def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[LayoutCounts]:
     """The counts of `fetch` for several candidates, without what recurrent layers pass.
 
     Keys may enter a node more than once; widths divide the node.
@@ -373,10 +376,10 @@ def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, nod
             bands = len(mask.bands)
             own.append([WidthGroup(count, bands, width, t, node // width > 1) for width, t in tally_of.items()])
     rows = [summed(p.pieces.rank, p.pieces.count, ranks) for p in placed]
-    return [Counted(*each) for each in zip(masks, rows, strict=True)]
+    return [LayoutCounts(*each) for each in zip(masks, rows, strict=True)]
 
 
-def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
+def ticks(counts: LayoutCounts, w: Weights, *, stage_bytes: int) -> Ticks:
     """Ticks of a step by rank.
 
     Documents are computed by rising width in forward, and by falling width in backward. Tokens enter a head trade
@@ -386,7 +389,7 @@ def ticks(counts: Counted, w: Weights, *, stage_bytes: int) -> Ticks:
     return ticks_of_each([counts], w, stage_bytes=(stage_bytes,)).of(0, 0)
 
 
-def ticks_of_each(candidates: Sequence[Counted], w: Weights, *, stage_bytes: Sequence[int]) -> Ticks:
+def ticks_of_each(candidates: Sequence[LayoutCounts], w: Weights, *, stage_bytes: Sequence[int]) -> Ticks:
     """As `ticks` for several layouts on the same ranks and several stage sizes: [candidates, stages, ranks].
 
     Raises: OverflowError if 64 bits are not enough; use a longer tick.
@@ -437,7 +440,7 @@ def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints
     return at
 
 
-def _check_merged(candidates: Sequence[Counted], many: Tally, w: Weights, stage_bytes: Sequence[int]) -> None:
+def _check_merged(candidates: Sequence[LayoutCounts], many: Tally, w: Weights, stage_bytes: Sequence[int]) -> None:
     """Raise OverflowError if a candidate's merging might not fit the rest of 64 bits."""
     most = max(sum(part.layers for own in counts.masks for part in own) for counts in candidates)
     if most * _most_merged(many, w, width=1, stage_bytes=stage_bytes) <= LARGEST // 4:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.planner.hardware import BACKWARD, Attention, Link
+from seqpar.planner.hardware import BACKWARD, AttentionCost, Link
 
 LIMIT = 0.25  # mean error on unseen rows above which a fit is rejected
 Floats = NDArray[np.float64]
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A measured attention call on one rank, forward or backward; fields as in `Attention.seconds`."""
+class AttentionTiming:
+    """A measured attention call on one rank, forward or backward; fields as in `AttentionCost.seconds`."""
 
     flops: float
     area: float
@@ -35,14 +35,14 @@ class Computed:
     backward: bool
     seconds: float
 
-    def predicted(self, attention: Attention) -> float:
+    def predicted(self, attention: AttentionCost) -> float:
         """Seconds of this call by the model."""
         facts = {k: v for k, v in asdict(self).items() if k not in ("flops", "seconds")}
         return attention.seconds(self.flops, **facts)
 
 
 @dataclass(frozen=True)
-class Multiplied:
+class LinearTiming:
     """Measured linear layers: operations and seconds, forward and backward together."""
 
     flops: float
@@ -50,7 +50,7 @@ class Multiplied:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangeTiming:
     """A measured exchange: bytes that a rank sent while it received the same number, and seconds."""
 
     size: float
@@ -66,7 +66,7 @@ class Fit(Generic[T]):
     errors: tuple[float, ...]
 
 
-def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[Attention]:
+def fit_attention(rows: Sequence[AttentionTiming], unseen: Sequence[AttentionTiming]) -> Fit[AttentionCost]:
     """Attention's coefficients from forward and backward calls.
 
     Raises: ValueError as `require_observations` and `nonnegative`.
@@ -90,14 +90,14 @@ def fit_attention(rows: Sequence[Computed], unseen: Sequence[Computed]) -> Fit[A
     stage, piece, pair, query, key = (float(x) for x in solved(ratio)[0])
     if pair <= 0:
         raise ValueError("attention: the measured calls are no slower for more pairs; measure longer documents")
-    value = Attention(
+    value = AttentionCost(
         rate=1 / pair, backward_rate=1 / (pair * ratio), piece=piece, query_pairs=query / pair, key_pairs=key / pair,
         stage=stage,
     )  # fmt: skip
     return judged("attention", value, [row.predicted(value) for row in unseen], unseen)
 
 
-def fit_linear(rows: Sequence[Multiplied], unseen: Sequence[Multiplied]) -> Fit[float]:
+def fit_linear(rows: Sequence[LinearTiming], unseen: Sequence[LinearTiming]) -> Fit[float]:
     """Operations per second of linear layers. Raises: ValueError as `require_observations`."""
     require_observations("linear layers", rows, unseen, unknowns=1)
     terms = np.array([[row.flops / row.seconds] for row in rows])
@@ -105,7 +105,7 @@ def fit_linear(rows: Sequence[Multiplied], unseen: Sequence[Multiplied]) -> Fit[
     return judged("linear layers", rate, [row.flops / rate for row in unseen], unseen)
 
 
-def fit_link(rows: Sequence[Exchanged], unseen: Sequence[Exchanged], *, what: str = "link") -> Fit[Link]:
+def fit_link(rows: Sequence[ExchangeTiming], unseen: Sequence[ExchangeTiming], *, what: str = "link") -> Fit[Link]:
     """A link from exchanges of several sizes. Raises: ValueError as `require_observations` and `nonnegative`."""
     require_observations(what, rows, unseen, unknowns=2)
     terms = np.array([[1 / row.seconds, row.size / row.seconds] for row in rows])

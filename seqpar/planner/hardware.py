@@ -67,7 +67,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCost:
     """Seconds of a rank's kernels, by the formula in the header of this file.
 
     rate: asymptotic operations per second of forward, over attended pairs. backward_rate: the same for backward,
@@ -121,7 +121,7 @@ class Hardware:
 
     name: str
     source: str
-    attention: Attention
+    attention: AttentionCost
     linear_rate: float
     inside: Link
     across: Link
@@ -146,7 +146,7 @@ class Hardware:
         for field, kind in (
             ("name", str),
             ("source", str),
-            ("attention", Attention),
+            ("attention", AttentionCost),
             ("inside", Link),
             ("across", Link),
             ("kernel", str),
@@ -198,7 +198,11 @@ class Hardware:
             )
         # files of seqpar calibrate had "call" once
         entries = {key: value for key, value in data.items() if key not in ("schema", "call")}
-        parts: dict[str, type[Attention] | type[Link]] = {"attention": Attention, "inside": Link, "across": Link}
+        parts: dict[str, type[AttentionCost] | type[Link]] = {
+            "attention": AttentionCost,
+            "inside": Link,
+            "across": Link,
+        }
         _check_keys(cls, entries, "hardware")
         for key, part in parts.items():
             _check_keys(part, entries[key], key)
@@ -343,7 +347,7 @@ def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80 
         ),
         kernel=rates.kernel,
         assumed=rates.assumed,
-        attention=Attention(rate=rates.forward, backward_rate=rates.backward, **_FA2_ROWS),
+        attention=AttentionCost(rate=rates.forward, backward_rate=rates.backward, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 792.1e12,
         inside=_NVLINK4,
         across=Link(latency=_NVLINK4.latency, bandwidth=across),
@@ -362,7 +366,7 @@ def _a100() -> Hardware:
         ),
         kernel="triton",
         assumed=f"Triton's rates, for which those of FlashAttention-2 stand in; {_HOP}",
-        attention=Attention(rate=221.8e12, backward_rate=199.4e12, **_FA2_ROWS),
+        attention=AttentionCost(rate=221.8e12, backward_rate=199.4e12, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 267.9e12,
         inside=_NVLINK3,
         across=Link(latency=40e-6, bandwidth=24e9),
@@ -382,7 +386,7 @@ def _a100_flexsp() -> Hardware:
             "InfiniBand cards a node: alpha1, alpha2, all-to-all of 8 and 64 ranks, 28 GB of memory. Forward and "
             "backward get the rate they have together; rows have no cost and links no latency"
         ),
-        attention=Attention(
+        attention=AttentionCost(
             rate=attention, backward_rate=attention, piece=0.0, query_pairs=0.0, key_pairs=0.0, stage=0.0
         ),
         linear_rate=3 * 2 * 12 * 32 * 4096**2 / 1.8396e-4,
@@ -403,7 +407,7 @@ def _b200() -> Hardware:
         ),
         kernel="triton",
         assumed=f"Triton's rates, for which those of MagiAttention's kernel stand in, so attention is slower; {_HOP}",
-        attention=Attention(rate=1286e12, backward_rate=1067e12, **_FA2_ROWS),
+        attention=AttentionCost(rate=1286e12, backward_rate=1067e12, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 1745e12,
         inside=_NVLINK5,
         across=Link(latency=_NVLINK4.latency, bandwidth=47e9),
@@ -423,7 +427,7 @@ def _cpu() -> Hardware:
             "processes while the machine was busy. Memory is a choice"
         ),
         kernel="native",
-        attention=Attention(
+        attention=AttentionCost(
             rate=441e9, backward_rate=412e9, piece=0.0, query_pairs=124.0, key_pairs=62.0, stage=9.4e-5
         ),
         linear_rate=435e9,

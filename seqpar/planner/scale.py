@@ -37,7 +37,7 @@ def weights_for(
 def whole_ticks(layers: Layers, w: Weights, area: Callable[[Mask], int] = Mask.area) -> int:
     """Ticks of all documents, each whole on one rank. area: the pairs of a mask, or more."""
     mask = layers[0][0]
-    ticks = mask.tokens * w.beside
+    ticks = mask.tokens * w.per_row
     for mask, count in layers:
         ticks += count * (w.pair * area(mask) + w.query * mask.tokens * len(mask.bands) + w.piece * len(mask.lengths))
     return ticks

@@ -78,7 +78,7 @@ def plan_step(
     capacity = min(problem.ranks * _most(problem), MOST)
     w = weights_for(problem.layers, problem.model, problem.hardware)
     ticks = document_ticks(problem.layers, w)
-    parts = split(tokens, ticks, w.beside, capacity=capacity, count=micro_batches)
+    parts = split(tokens, ticks, w.per_row, capacity=capacity, count=micro_batches)
     given = np.arange(tokens.size) if isinstance(lengths, Mask) else np.flatnonzero(np.asarray(lengths))
     return [MicroBatch(frozen(given[part]), plan_of(problem.pick(part))) for part in parts]
 

@@ -18,11 +18,11 @@ import seqpar
 from seqpar.dsp import Block, Core, Exit, Spec, plan_stages
 from seqpar.parallel import surrounding
 from seqpar.planner import Hardware
-from seqpar.planner.hardware import Attention, Link
+from seqpar.planner.hardware import AttentionCost, Link
 
 # A machine on which sending costs next to nothing, so that tiny models are sharded too.
 FREE = Hardware(
-    name="free", source="a test", attention=Attention(1e9, 1e9, 0.0, 0.0, 0.0, 0.0), linear_rate=1e9,
+    name="free", source="a test", attention=AttentionCost(1e9, 1e9, 0.0, 0.0, 0.0, 0.0), linear_rate=1e9,
     inside=Link(0.0, 1e15), across=Link(0.0, 1e15), memory=1 << 40,
 )  # fmt: skip
 SHARDED = partial(plan_stages, hardware=FREE)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar.facts.mask import Mask
-from seqpar.facts.picture import CELLS, Shown, raster
+from seqpar.facts.picture import CELLS, MaskPicture, raster
 from seqpar.testing import seen_pairs
 from tests.cases import ENDING, MASKS, examples, make_mask
 
@@ -20,8 +20,8 @@ TREE = Mask.tree([5, 0, 7, 3, 1, 9, 4, 6], [-1, 0, 1, 2, 2, 0, -1, 6])
 SINKS = Mask([40, 300], window=(9, None), sink_tokens=2)
 
 
-def shown(mask: Mask) -> Shown:
-    return Shown("", mask.bands, [0] * len(mask.bands), mask.offsets, mask.kv_offsets, mask.paths)
+def shown(mask: Mask) -> MaskPicture:
+    return MaskPicture("", mask.bands, [0] * len(mask.bands), mask.offsets, mask.kv_offsets, mask.paths)
 
 
 @examples(40)

@@ -25,7 +25,7 @@ from torch import Tensor
 import seqpar
 from seqpar import Hardware, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
 from seqpar.comm import Comm, shm
-from seqpar.planner import Attention, Link
+from seqpar.planner import AttentionCost, Link
 from seqpar.planner.groups import Fetching
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, layout_of
@@ -40,7 +40,7 @@ BANDWIDTHS = (1e6, 1e9, 1e12)  # of links that are too slow to use where that ca
 def machine(bandwidth: float) -> Hardware:
     """A machine on which the attention of a few tokens outweighs everything else."""
     h100 = Hardware.preset("h100")
-    attention = Attention(1e9, 1e9, piece=0.0, query_pairs=1.0, key_pairs=1.0, stage=1e-9)
+    attention = AttentionCost(1e9, 1e9, piece=0.0, query_pairs=1.0, key_pairs=1.0, stage=1e-9)
     link = Link(0.0, bandwidth)
     return dataclasses.replace(h100, attention=attention, inside=link, across=link, memory=1 << 40)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
 from seqpar.plan.counts import fetched_between, load_of, node_of
-from seqpar.plan.report import _by_rank, _most_met, _spread, _unlike, told_by_rank
+from seqpar.plan.report import _by_rank, _most_met, _spread, _unlike, shows_each_rank
 from seqpar.plan.steps import count
 from tests.cases import EVERY, Case, cases, examples, node_cases
 
@@ -129,10 +129,10 @@ def test_ranks_of_huge_batches_have_no_line_each(transport: str) -> None:
     tokens = 2**31 - 1
     for layout in (Layout.contiguous(tokens, 8), Layout.zigzag([tokens], 8)):
         plan = Plan(Mask([tokens]), layout, transport=transport)
-        assert not told_by_rank(plan) and "steps are those for" not in plan.describe()
+        assert not shows_each_rank(plan) and "steps are those for" not in plan.describe()
     for tokens, layout in ((10**6, Layout.striped(10**6, 8)), (10**7, Layout.contiguous(10**7, 8))):
-        assert told_by_rank(Plan(Mask([tokens]), layout))
-    assert not told_by_rank(Plan(Mask([10**7]), Layout.striped(10**7, 8)))
+        assert shows_each_rank(Plan(Mask([tokens]), layout))
+    assert not shows_each_rank(Plan(Mask([10**7]), Layout.striped(10**7, 8)))
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(10**7, 64), (2**31 - 1, 4096)])

@@ -41,7 +41,7 @@ def test_a_further_band_costs_a_launch_and_the_rows_that_it_merges() -> None:
     found = attention(LAMBDA, Layout.contiguous(LAMBDA.tokens, 1))
     assert found.tolist() == [3 * (bands * stage + pairs)]
     layers = layers_of(LAMBDA.lengths, LAMBDA, SHAPE)
-    assert document_ticks(layers, W).sum() <= found.sum() - 3 * bands * stage + LAMBDA.tokens * W.beside
+    assert document_ticks(layers, W).sum() <= found.sum() - 3 * bands * stage + LAMBDA.tokens * W.per_row
     assert plan_batch(LAMBDA, 1, model=SHAPE, hardware=H100).forecast.bound == lower_bound(layers, W, 1)
 
 

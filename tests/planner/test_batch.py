@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
-from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
+from seqpar.planner import AttentionCost, Hardware, Link, ModelShape, plan_batch
 from seqpar.planner.cost import counted, ticks
 from seqpar.planner.problem import Problem
 from seqpar.planner.scale import weights_for
@@ -211,7 +211,7 @@ def test_a_document_that_a_node_can_hold_stays_in_it() -> None:
 
 def test_a_forecast_counts_a_document_on_one_rank_with_the_width_that_its_plan_has() -> None:
     """Short documents beside others of some width, where attention is all that takes time."""
-    slow = Attention(rate=1e4, backward_rate=1e4, piece=0.0, query_pairs=0.0, key_pairs=0.0, stage=0.0)
+    slow = AttentionCost(rate=1e4, backward_rate=1e4, piece=0.0, query_pairs=0.0, key_pairs=0.0, stage=0.0)
     machine = dataclasses.replace(VAST, attention=slow, inside=Link(0.0, 1e12), linear_rate=1e14)
     model = dataclasses.replace(ModelShape.preset("tiny"), layers=2)
     found = []

@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar.planner import Attention, Link
-from seqpar.planner.fit import Computed, Exchanged, Multiplied, fit_attention, fit_linear, fit_link, nonnegative
+from seqpar.planner import AttentionCost, Link
+from seqpar.planner.fit import (
+    AttentionTiming,
+    ExchangeTiming,
+    LinearTiming,
+    fit_attention,
+    fit_linear,
+    fit_link,
+    nonnegative,
+)
 
-TRUE = Attention(rate=4e11, backward_rate=3e11, piece=2e-6, query_pairs=130.0, key_pairs=55.0, stage=1e-4)
+TRUE = AttentionCost(rate=4e11, backward_rate=3e11, piece=2e-6, query_pairs=130.0, key_pairs=55.0, stage=1e-4)
 
 
-def calls(attention: Attention, seed: int, count: int, noise: float = 0.0) -> list[Computed]:
+def calls(attention: AttentionCost, seed: int, count: int, noise: float = 0.0) -> list[AttentionTiming]:
     """Calls of random shapes, as long as the model says, give or take noise."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -24,13 +32,13 @@ def calls(attention: Attention, seed: int, count: int, noise: float = 0.0) -> li
         pieces, steps = int(rng.integers(1, 40)), int(rng.integers(1, 6))
         queries, keys = int(rng.integers(500, 8000)), int(rng.integers(0, 20_000))
         area = queries * float(rng.integers(100, 5000))
-        row = Computed(512.0, area, queries, keys, pieces, steps, backward=index % 2 == 1, seconds=1.0)
+        row = AttentionTiming(512.0, area, queries, keys, pieces, steps, backward=index % 2 == 1, seconds=1.0)
         rows.append(replace(row, seconds=row.predicted(attention) * (1 + noise * rng.uniform(-1, 1))))
     return rows
 
 
 coefficients = st.builds(
-    Attention,
+    AttentionCost,
     rate=st.floats(1e10, 1e15),
     backward_rate=st.floats(1e10, 1e15),
     piece=st.sampled_from([0.0, 1e-6, 1e-4]),
@@ -43,7 +51,7 @@ coefficients = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(coefficients, st.integers(0, 1000))
 @pytest.mark.exhaustive
-def test_exact_calls_are_predicted_exactly(true: Attention, seed: int) -> None:
+def test_exact_calls_are_predicted_exactly(true: AttentionCost, seed: int) -> None:
     fit = fit_attention(calls(true, seed, 24), calls(true, seed + 1, 8))
     assert fit.error < 1e-4
     assert fit.value.rate / fit.value.backward_rate == pytest.approx(true.rate / true.backward_rate, rel=1e-2)
@@ -60,15 +68,15 @@ def test_coefficients_come_back_through_noise() -> None:
 
 def test_a_link_comes_back() -> None:
     true = Link(latency=3e-5, bandwidth=4e10)
-    rows = [Exchanged(size, true.seconds(size)) for size in (1e4, 1e6, 1e7, 1e8)]
-    fit = fit_link(rows, [Exchanged(3e6, true.seconds(3e6))])
+    rows = [ExchangeTiming(size, true.seconds(size)) for size in (1e4, 1e6, 1e7, 1e8)]
+    fit = fit_link(rows, [ExchangeTiming(3e6, true.seconds(3e6))])
     assert fit.value.latency == pytest.approx(true.latency)
     assert fit.value.bandwidth == pytest.approx(true.bandwidth)
     assert fit.error < 1e-9
 
 
 def test_a_rate_comes_back() -> None:
-    fit = fit_linear([Multiplied(1e9, 0.011), Multiplied(4e9, 0.039)], [Multiplied(2e9, 0.02)])
+    fit = fit_linear([LinearTiming(1e9, 0.011), LinearTiming(4e9, 0.039)], [LinearTiming(2e9, 0.02)])
     assert fit.value == pytest.approx(1e11, rel=0.03)
     assert fit.error == pytest.approx(abs(2e9 / fit.value / 0.02 - 1))
 
@@ -92,7 +100,7 @@ def test_too_few_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="attention: 6 unknowns need at least as many rows.*got 5 and 8"):
         fit_attention(calls(TRUE, 0, 5), calls(TRUE, 1, 8))
     with pytest.raises(ValueError, match="link: .*an unseen one to judge by, got 2 and 0"):
-        fit_link([Exchanged(1e4, 1.0), Exchanged(1e6, 2.0)], [])
+        fit_link([ExchangeTiming(1e4, 1.0), ExchangeTiming(1e6, 2.0)], [])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
@@ -103,7 +111,7 @@ def test_measurements_that_cannot_be_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="facts must be finite"):
         fit_attention(rows, [replace(rows[0], area=value)])
     with pytest.raises(ValueError, match="seconds positive"):
-        fit_linear([Multiplied(1e9, 0.0)], [Multiplied(1e9, 1.0)])
+        fit_linear([LinearTiming(1e9, 0.0)], [LinearTiming(1e9, 1.0)])
 
 
 def test_a_fit_that_says_nothing_is_refused() -> None:
@@ -122,7 +130,7 @@ def test_rows_that_do_not_differ_enough_are_refused() -> None:
 
 def test_times_that_do_not_grow_are_refused() -> None:
     with pytest.raises(ValueError, match="no slower for more bytes"):
-        fit_link([Exchanged(size, 1 / (1 + size)) for size in (1.0, 2.0, 3.0)], [Exchanged(2.0, 0.3)])
+        fit_link([ExchangeTiming(size, 1 / (1 + size)) for size in (1.0, 2.0, 3.0)], [ExchangeTiming(2.0, 0.3)])
     flat = [replace(row, seconds=row.steps * 1.0) for row in calls(TRUE, 0, 20)]
     with pytest.raises(ValueError, match="no slower for more pairs"):
         fit_attention(flat, flat)

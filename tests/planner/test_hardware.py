@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.planner import Attention, Hardware, Link, ModelShape, plan_batch
+from seqpar.planner import AttentionCost, Hardware, Link, ModelShape, plan_batch
 from seqpar.planner.hardware import PRESETS, RANGES, p2p_channels
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -115,7 +115,7 @@ def test_an_h200_has_the_rates_of_its_record() -> None:
 
 
 def test_seconds_of_a_call_add_up() -> None:
-    attention = Attention(rate=100.0, backward_rate=50.0, piece=0.5, query_pairs=2.0, key_pairs=3.0, stage=0.25)
+    attention = AttentionCost(rate=100.0, backward_rate=50.0, piece=0.5, query_pairs=2.0, key_pairs=3.0, stage=0.25)
     call = {"area": 7, "queries": 4, "keys": 5, "pieces": 2, "steps": 3}
     assert attention.seconds(10.0, **call) == pytest.approx(3 * 0.25 + 2 * 0.5 + 10 / 100 * (7 + 8 + 15))
     backward = attention.seconds(10.0, **call, backward=True)

@@ -51,7 +51,12 @@ def test_every_row_has_a_rank_and_no_key_travels(lengths: list[int], ranks: int,
 
 def test_equal_candidates_are_one() -> None:
     room = np.full(4, 101)
-    found = nested(batch_of([300, 100]), 4, room=room, nests=[Nest(1, 1, 0, 3), Nest(1, 1, 5, 3), Nest(1, 0, 0, 3)])
+    found = nested(
+        batch_of([300, 100]),
+        4,
+        room=room,
+        nests=[Nest(1, 1, 0, 3), Nest(1, 1, 5, 3), Nest(1, 0, 0, 3)],
+    )
     assert [p.widths.tolist() for p in found] == [[4, 2], [4, 1]]
 
 

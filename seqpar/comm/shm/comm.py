@@ -35,7 +35,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import Done, ProcessChannel, ProcessComm, WorkBase, held_up, process_group
+from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, held_up, process_group
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import RootCause, parsed_cause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
@@ -360,7 +360,7 @@ class ShmComm(ProcessComm[ShmChannel]):
             raise ValueError(f"exchange: a tensor on {others[0]}; ShmComm moves CPU tensors: use GroupComm over nccl")
         self._channel.check()
         if not sends and not recvs:
-            return Done()
+            return CompletedWork()
         self.stats.count(sends, recvs)
         return self._post(sends, recvs, tag, self.stats)
 

@@ -12,7 +12,7 @@ from seqpar.comm import Work
 from seqpar.kernels.memory.copy import Pair, add, copy
 from seqpar.ops.attention.call import Call, Phase
 from seqpar.ops.attention.keys import Messages, Slots
-from seqpar.ops.attention.rows import Added
+from seqpar.ops.attention.rows import SummedRows
 from seqpar.ops.core.device import profile_range
 from seqpar.ops.move.pack import packed, rows_of, some_of
 from seqpar.plan import Step
@@ -89,11 +89,11 @@ class GradientExchange:
             arriving = _to(target, rows.grad_recvs)
             if step.carry is not None and step.carry_rows:
                 self.carried = self._zeros(step.carry_rows)
-                arriving.append((step.carry, self.carried.both, Added(slice(0, step.carry_rows), step.carry_rows)))
+                arriving.append((step.carry, self.carried.both, SummedRows(slice(0, step.carry_rows), step.carry_rows)))
             self._post(step.number, sends, arriving, before)
 
     def _post(
-        self, stage: int, sends: Messages, arriving: list[tuple[int, Tensor, Added]],
+        self, stage: int, sends: Messages, arriving: list[tuple[int, Tensor, SummedRows]],
         entered: tuple[Step, Tensor] | None,
     ) -> None:  # fmt: skip
         """Post one exchange, including the sums for entered keys: sent to their owners, and received for own keys."""
@@ -144,6 +144,6 @@ class GradientExchange:
             self.arrive()
 
 
-def _to(target: Tensor, by_peer: Mapping[int, Added]) -> list[tuple[int, Tensor, Added]]:
+def _to(target: Tensor, by_peer: Mapping[int, SummedRows]) -> list[tuple[int, Tensor, SummedRows]]:
     """Rows that arrive from peers, with the tensor that they are added to."""
     return [(peer, target, added) for peer, added in by_peer.items()]

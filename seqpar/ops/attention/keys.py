@@ -10,7 +10,7 @@ from torch import Tensor
 from seqpar.comm import Work
 from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.call import Call, Phase
-from seqpar.ops.attention.rows import Sent
+from seqpar.ops.attention.rows import SharedRows
 from seqpar.ops.core.device import profile_range
 from seqpar.ops.move.pack import Message, packed, rows_of, some_of
 from seqpar.plan import Step
@@ -189,7 +189,7 @@ class KeyExchange:
         return buffer.keys, buffer.values
 
 
-def _add(sends: Messages, lists: Sequence[Sent], tensors: Sequence[Tensor]) -> None:
+def _add(sends: Messages, lists: Sequence[SharedRows], tensors: Sequence[Tensor]) -> None:
     """Add a message of some rows of all tensors, side by side, for each peer; peers with the same rows share it."""
     for rows, peers in lists:
         message = [rows_of(x, rows) for x in tensors]

@@ -52,14 +52,14 @@ def numbers(steps: Sequence[Step]) -> Iterator[Ints]:
         yield from (x for x in rows if isinstance(x, np.ndarray) and x.size)
 
 
-class Sent(NamedTuple):
+class SharedRows(NamedTuple):
     """Rows that go to several peers, in one message."""
 
     rows: Index
     peers: list[int]
 
 
-class Added(NamedTuple):
+class SummedRows(NamedTuple):
     """Rows to which so many arriving ones are added."""
 
     rows: Index
@@ -76,16 +76,16 @@ class StepRows:
     which gradients return one step later.
     """
 
-    sends: list[Sent]
+    sends: list[SharedRows]
     recvs: Mapping[int, slice]
     arriving: int
     places: Index | None
-    entering: list[Sent]
+    entering: list[SharedRows]
     own: Index | None
     spread: Index | None
     grad_sends: Mapping[int, Index]
-    grad_recvs: Mapping[int, Added]
-    returning: Mapping[int, Added]
+    grad_recvs: Mapping[int, SummedRows]
+    returning: Mapping[int, SummedRows]
 
 
 def step_rows(step: Step, at: Callable[[Rows], Index]) -> StepRows:
@@ -93,8 +93,8 @@ def step_rows(step: Step, at: Callable[[Rows], Index]) -> StepRows:
     recvs, places = received_keys(step) if step.recvs else ({}, None)
     entry, spread = step.entry, step.spread
 
-    def added(by_peer: Mapping[int, Rows]) -> dict[int, Added]:
-        return {peer: Added(at(rows), count(rows)) for peer, rows in by_peer.items()}
+    def added(by_peer: Mapping[int, Rows]) -> dict[int, SummedRows]:
+        return {peer: SummedRows(at(rows), count(rows)) for peer, rows in by_peer.items()}
 
     return StepRows(
         sends=_shared(step.sends, at),
@@ -110,12 +110,12 @@ def step_rows(step: Step, at: Callable[[Rows], Index]) -> StepRows:
     )
 
 
-def _shared(by_peer: Mapping[int, Rows], at: Callable[[Rows], Index]) -> list[Sent]:
+def _shared(by_peer: Mapping[int, Rows], at: Callable[[Rows], Index]) -> list[SharedRows]:
     """Peers with the same rows share a message."""
-    found: dict[object, Sent] = {}
+    found: dict[object, SharedRows] = {}
     for peer, rows in by_peer.items():
         key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
-        found.setdefault(key, Sent(at(rows), [])).peers.append(peer)
+        found.setdefault(key, SharedRows(at(rows), [])).peers.append(peer)
     return list(found.values())
 
 

@@ -98,12 +98,12 @@ class Signature(NamedTuple):
             self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
             grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
-            merges=plan.merges or self.sinks or sums, few_shapes=all(come_again(x) for x in lengths),
+            merges=plan.merges or self.sinks or sums, few_shapes=all(lengths_repeat(x) for x in lengths),
             fast=self.accuracy == "fast", until=plan.mask.has_until,
         )  # fmt: skip
 
 
-def come_again(lengths: Ints) -> bool:
+def lengths_repeat(lengths: Ints) -> bool:
     """Whether other batches are likely to have documents of these lengths: equal ones, as a program chooses them."""
     return int(lengths[0]) % ROUND == 0 and bool((lengths == lengths[0]).all())
 

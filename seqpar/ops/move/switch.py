@@ -86,7 +86,7 @@ def start_switch(
         refuse_tangents("start_switch", xs)
         sides = _checked(xs, comm, split_dims, concat_dims, sizes)
     grads = requirements(xs)
-    way = Way(comm, _agreed(xs, comm, *sides, grads), sides, [n for n, grad in enumerate(grads) if grad])
+    way = SwitchRecord(comm, _agreed(xs, comm, *sides, grads), sides, [n for n, grad in enumerate(grads) if grad])
     return Switching(way, list(_Start.apply(way, *xs)) if way.needed else way.post(xs))
 
 
@@ -244,7 +244,7 @@ SWITCH.define(
 )
 
 
-class Way(Record):
+class SwitchRecord(Record):
     """A switch with its exchanges, posted and finished separately, in backward too. needed: tensors with gradients."""
 
     def __init__(self, comm: Comm, tag: Tag, sides: tuple[list[int], ...], needed: list[int]) -> None:
@@ -284,7 +284,7 @@ class Way(Record):
 class Switching:
     """A switch in progress. Dropping it without waiting is an error that marks the comm dead."""
 
-    def __init__(self, way: Way, ys: list[Tensor]) -> None:
+    def __init__(self, way: SwitchRecord, ys: list[Tensor]) -> None:
         self._way, self._ys, self._waited = way, ys, False
 
     def wait(self) -> list[Tensor]:
@@ -304,7 +304,7 @@ class _Start(torch.autograd.Function):
     """Posts the exchange; in backward waits for the gradients that `_Finish` sent."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, way: SwitchRecord, *xs: Tensor) -> tuple[Tensor, ...]:
         ys = way.post(xs)
         ctx.way, ctx.count = way, len(ys)
         ctx.mark_non_differentiable(*(y for n, y in enumerate(ys) if n not in way.needed))
@@ -321,7 +321,7 @@ class _Finish(torch.autograd.Function):
     """Waits, after which the same memory holds the results; in backward sends the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, *ys: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, way: SwitchRecord, *ys: Tensor) -> tuple[Tensor, ...]:
         way.finish()
         ctx.way = way
         ctx.mark_dirty(*ys)

@@ -20,7 +20,7 @@ from seqpar.ops.recurrent.checks import channel_dims
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.local import LocalRuns
 from seqpar.ops.recurrent.pipeline import StatePipeline
-from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.relaid import ContiguousRows
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.ops.recurrent.scan import passing
 from seqpar.plan import Plan
@@ -42,7 +42,7 @@ class LinearCall(Record):
 
     side: LocalRuns
     passing: StatesPassing | None  # None if no document is on several ranks
-    relaid: Relaid | None
+    relaid: ContiguousRows | None
     kernel: RecurrentKernel
     scale: float
     normalize: bool
@@ -82,11 +82,11 @@ def way_of_layer(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:
 
 def tables_of(
     plan: Plan, rank: int, travel: str, layer: LayerBytes, kernel: RecurrentKernel, device: torch.device
-) -> tuple[LocalRuns, StatesPassing | None, Relaid | None]:
+) -> tuple[LocalRuns, StatesPassing | None, ContiguousRows | None]:
     """What a rank's call takes from a plan; cached. None where nothing passes, and where rows stay."""
     relaid, inside, way = None, plan, way_of_layer(plan, travel, layer)
     if way.inside is not None:
-        relaid = Relaid.of(plan, rank)
+        relaid = ContiguousRows.of(plan, rank)
         inside, way = relaid.plan, way.inside
     side = LocalRuns.of(inside, rank)
     if way.travel == "pipeline" and way.steps:

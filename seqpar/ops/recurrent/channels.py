@@ -19,7 +19,7 @@ from seqpar.ops.attention.source import values_of
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import channel_bytes, channel_dims, check_channels
-from seqpar.ops.recurrent.computed import Asked, States, computed, differentiated
+from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated
 from seqpar.plan import Plan
 
 
@@ -77,7 +77,7 @@ def _channels(
 ) -> tuple[list[Tensor], Tensors, LinearCall]:
     queries, keys, update, decay, rates, initial = tensors
 
-    def ask(plan: Plan, comm: Comm, threads: int) -> Asked:
+    def ask(plan: Plan, comm: Comm, threads: int) -> CheckedCall:
         check_channels(tensors, plan, comm)
         kind, dims = "scalar" if rates is None else "rates", channel_dims(queries, keys, rates, initial)
         spec = RecurrentSpec(update.device.type, update.dtype, dims, 1, kind, beta=False)
@@ -85,7 +85,7 @@ def _channels(
         facts = {name: None if x is None else x.dtype for name, x in given.items()}
         facts |= {"channels": update.shape[1], "dims": dims}
         facts |= {"rates require grad": grads[4], "initial_state requires grad": grads[5]}
-        return Asked(channel_bytes(tensors, threads), choose(kernel, spec, "channel_scan"), facts, channels=True)
+        return CheckedCall(channel_bytes(tensors, threads), choose(kernel, spec, "channel_scan"), facts, channels=True)
 
     inputs = [queries, keys, update, decay, None, rates, initial]
     return computed("channel_scan", inputs, values, ask, travel, return_state, grads)

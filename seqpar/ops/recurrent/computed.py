@@ -28,7 +28,7 @@ from seqpar.ops.recurrent import blocks, whole
 from seqpar.ops.recurrent.call import LinearCall, tables_of, way_of_layer
 from seqpar.ops.recurrent.checks import most_threads
 from seqpar.ops.recurrent.pipeline import StatePipeline
-from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.relaid import ContiguousRows
 from seqpar.ops.recurrent.rows import rank_runs
 from seqpar.plan import Plan
 from seqpar.plan.recurrence import LayerBytes
@@ -49,7 +49,7 @@ class States(NamedTuple):
         return cls(own.documents[own.closes].tolist(), states)
 
 
-class Asked(NamedTuple):
+class CheckedCall(NamedTuple):
     """A verb's call, whose tensors are checked. facts: what ranks compare of them. scale, normalize: of q and k."""
 
     layer: LayerBytes
@@ -61,8 +61,8 @@ class Asked(NamedTuple):
 
 
 def computed(
-    name: str, tensors: Sequence[Any], values: Sequence[Any], ask: Callable[[Plan, Comm, int], Asked], travel: str,
-    return_state: bool, grads: Sequence[bool],
+    name: str, tensors: Sequence[Any], values: Sequence[Any], ask: Callable[[Plan, Comm, int], CheckedCall],
+    travel: str, return_state: bool, grads: Sequence[bool],
 ) -> tuple[list[Tensor], Tensors, LinearCall]:  # fmt: skip
     """out and states, the tensors that backward needs, and the call. A collective.
 
@@ -144,7 +144,12 @@ def _module_of(call: LinearCall) -> Any:
 
 
 def _grads_there(
-    relaid: Relaid, call: LinearCall, dout: Tensor | None, dstates: Tensor | None, inputs: Sequence[Any], tag: Tag
+    relaid: ContiguousRows,
+    call: LinearCall,
+    dout: Tensor | None,
+    dstates: Tensor | None,
+    inputs: Sequence[Any],
+    tag: Tag,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of results on the ranks that computed them. inputs: of those ranks."""
     q, _, v, *_ = inputs

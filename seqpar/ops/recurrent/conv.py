@@ -32,7 +32,7 @@ from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.recompute import gradients
-from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.relaid import ContiguousRows
 from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, rank_runs
 from seqpar.plan import Plan
 from seqpar.plan.runs import check_unbranched
@@ -75,7 +75,7 @@ def causal_conv1d(
 
 
 @dataclass(frozen=True, eq=False)
-class Laid(Memo):
+class RowsWithHalo(Memo):
     """The rows of all runs, each behind its halo: where local rows and halo rows go, and where results are taken."""
 
     rows: int
@@ -85,12 +85,12 @@ class Laid(Memo):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, reach: int) -> Laid:
+    def of(cls, plan: Plan, rank: int, reach: int) -> RowsWithHalo:
         """The rows of a rank's runs behind halos of `reach` rows; cached."""
         return plan.memo(("laid", reach, rank), lambda: cls._of(plan, rank, reach))  # type: ignore[no-any-return]
 
     @classmethod
-    def _of(cls, plan: Plan, rank: int, reach: int) -> Laid:
+    def _of(cls, plan: Plan, rank: int, reach: int) -> RowsWithHalo:
         own = rank_runs(plan, rank)
         numbers, tokens = np.arange(own.counts.size), own.positions.size
         local = np.arange(tokens) + reach * (1 + np.repeat(numbers, own.counts))
@@ -108,15 +108,17 @@ def way_of_rows(plan: Plan, reach: int, size: int, travel: str) -> TravelWay:
     return plan.memo(("halo way", reach, size, travel), make)  # type: ignore[no-any-return]
 
 
-def tables_of(plan: Plan, rank: int, reach: int, size: int, travel: str) -> tuple[RowMap, Laid, Relaid | None]:
+def tables_of(
+    plan: Plan, rank: int, reach: int, size: int, travel: str
+) -> tuple[RowMap, RowsWithHalo, ContiguousRows | None]:
     """What a rank's call takes from a plan; cached. The last is None where rows stay."""
-    relaid = None if way_of_rows(plan, reach, size, travel).inside is None else Relaid.of(plan, rank)
+    relaid = None if way_of_rows(plan, reach, size, travel).inside is None else ContiguousRows.of(plan, rank)
     inside = plan if relaid is None else relaid.plan
-    return RowMap.of(inside, rank, "halo", reach), Laid.of(inside, rank, reach), relaid
+    return RowMap.of(inside, rank, "halo", reach), RowsWithHalo.of(inside, rank, reach), relaid
 
 
 def convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, laid: Laid, activation: str | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor, laid: RowsWithHalo, activation: str | None
 ) -> Tensor:
     """The convolution of a rank's rows behind their halos. before [runs * (W - 1), C]: the halos."""
     taps, dtype = weight.shape[1], acc_dtype(x.dtype)
@@ -139,8 +141,8 @@ class ConvCall(Record):
     """A convolution: what its backward needs besides tensors."""
 
     rows: RowMap
-    laid: Laid
-    relaid: Relaid | None
+    laid: RowsWithHalo
+    relaid: ContiguousRows | None
     activation: str | None
 
 

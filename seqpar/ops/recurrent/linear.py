@@ -16,7 +16,7 @@ from seqpar.ops.core.autocast import autocasts
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
-from seqpar.ops.recurrent.computed import Asked, States, computed, differentiated
+from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated
 from seqpar.plan import Plan
 
 
@@ -87,7 +87,7 @@ def _linear(
 ) -> tuple[list[Tensor], Tensors, LinearCall]:  # fmt: skip
     *rows, initial = tensors
 
-    def ask(plan: Plan, comm: Comm, threads: int) -> Asked:
+    def ask(plan: Plan, comm: Comm, threads: int) -> CheckedCall:
         check_inputs(tensors, plan, comm)
         q, _, v, decay, beta = rows
         kind = "none" if decay is None else "scalar" if decay.dim() == 2 else "channel"
@@ -97,7 +97,7 @@ def _linear(
             "beta": None if beta is None else beta.dtype, "initial_state requires grad": grads[5],
         }  # fmt: skip
         asked = checked_scale(scale, q.shape[2]), bool(normalize)
-        return Asked(layer_bytes(q, v, decay, beta, threads), choose(kernel, spec), facts, *asked)
+        return CheckedCall(layer_bytes(q, v, decay, beta, threads), choose(kernel, spec), facts, *asked)
 
     return computed("linear_attention", [*rows, None, initial], values, ask, travel, return_state, grads)
 

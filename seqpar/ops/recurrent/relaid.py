@@ -30,7 +30,7 @@ PHASES = 2  # forward and backward of the exchange between; those of `there` and
 
 
 @dataclass(frozen=True, eq=False)
-class Relaid:
+class ContiguousRows:
     """One rank's rows of a plan in a contiguous layout.
 
     plan: of that layout, with the same documents. rows: their move. final: that of the states which documents end with.
@@ -41,12 +41,12 @@ class Relaid:
     final: Moves
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Relaid:
+    def of(cls, plan: Plan, rank: int) -> ContiguousRows:
         """A rank's part; cached."""
         return plan.memo(("relaid", rank), lambda: cls._of(plan, rank))  # type: ignore[no-any-return]
 
     @classmethod
-    def _of(cls, plan: Plan, rank: int) -> Relaid:
+    def _of(cls, plan: Plan, rank: int) -> ContiguousRows:
         inside: Plan = plan.memo("relaid", lambda: _contiguous(plan))
         rows = replace(moves_between(plan.layout, inside.layout, rank), rows_in=plan.rows(rank))
         before, after = (table.rank[table.closes] for table in map(document_runs, (inside, plan)))  # by document

@@ -23,7 +23,7 @@ from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.local import LocalRuns
 from seqpar.ops.recurrent.pipeline import StatePipeline
-from seqpar.ops.recurrent.relaid import Relaid
+from seqpar.ops.recurrent.relaid import ContiguousRows
 from seqpar.ops.recurrent.rows import RowMap
 from seqpar.plan.runs import DocumentRuns, RankRuns
 from seqpar.testing import run_threads
@@ -31,7 +31,7 @@ from seqpar.testing import run_threads
 prefetching = sys.modules["seqpar.data.prefetch"]  # the name of the module in its package is the function
 MADE = [
     (DocumentRuns, "_of"), (DocumentRuns, "_relaid"), (RankRuns, "of"), (RowMap, "_of"), (LocalRuns, "_of"),
-    (Relaid, "_of"), (StateGather, "of"), (StateChain, "of"), (conv.Laid, "_of"), (conv, "halo_way"),
+    (ContiguousRows, "_of"), (StateGather, "of"), (StateChain, "of"), (conv.RowsWithHalo, "_of"), (conv, "halo_way"),
     (StatePipeline, "_of"), (call, "layer_way"), (scan, "state_way"),
 ]  # fmt: skip
 LENGTHS = (17, 9, 22)
