@@ -16,9 +16,9 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import on_one_rank
 from seqpar.comm.local import warn_alone
 from seqpar.ops import bind
-from seqpar.ops.core.backward import backward_pass, next_node, node_under_way
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.plan import Plan
+from seqpar.private.torch import backward_pass, next_node, node_under_way
 
 
 class Surrounding(NamedTuple):

@@ -31,20 +31,22 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "seqpar"
 
 FACTS = {"facts"}
+BELOW = FACTS | {"native", "private"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
-FLOOR_2 = FACTS | {"plan", "planner", "comm", "kernels", "native", "ops"}
+FLOOR_2 = BELOW | {"plan", "planner", "comm", "kernels", "ops"}
 FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "foreign", "trial", "dsp", "data", "train", "integrations"}
 ANY = None  # floor 4 may use any third party
 TENSORS = {"numpy", "torch"}
 FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
     "facts": (set(), {"numpy"}),
+    "private": (set(), TENSORS),
     "plan": (FACTS, {"numpy"}),
     "planner": (FACTS | {"plan"}, {"numpy"}),
     "native": ({"_C"}, TENSORS),
-    "comm": (FACTS | {"native"}, TENSORS),
-    "kernels": (FACTS | {"native"}, TENSORS | {"triton", "flash_attn"}),
+    "comm": (BELOW, TENSORS),
+    "kernels": (BELOW, TENSORS | {"triton", "flash_attn"}),
     "ops": (FLOOR_2, TENSORS),
-    "foreign": ({"comm"}, TENSORS),
+    "foreign": ({"comm", "private"}, TENSORS),
     "trial": (FLOOR_2 | {"foreign"}, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
     "recurrent": (FLOOR_2, TENSORS),
@@ -68,6 +70,7 @@ ORDER = {
         drawing value intervals bands bounds windows documents trees picture unions slices mask layout segments
         stretches tiles __init__
     """,
+    "private": "__init__ flash_attn torch",
     "plan": """
         heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
         counts report plot travel_counts travel travel_report travel_plot plan __init__
@@ -87,7 +90,7 @@ ORDER = {
         __init__
     """,
     "ops": """
-        core core/ahead core/regions core/compared core/agreement core/repetition core/autocast core/backward
+        core core/ahead core/regions core/compared core/agreement core/repetition core/autocast
         core/device core/handles core/collective_op
         move move/pack
         attention attention/signature attention/source attention/rows attention/call

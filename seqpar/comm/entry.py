@@ -15,8 +15,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from seqpar.private import torch as torch_private
+
 M = TypeVar("M", bound=Callable[..., Any])
-transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch_private.are_functorch_transforms_active
 
 
 class OnOneRank(threading.local):

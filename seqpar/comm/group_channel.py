@@ -30,6 +30,7 @@ from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backen
 from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError
 from seqpar.comm.rendezvous import Rendezvous, machine
+from seqpar.private import torch as torch_private
 
 log = logging.getLogger("seqpar.comm")
 
@@ -86,7 +87,7 @@ class GroupChannel(ProcessChannel):
                     # the prefixes keep the keys of NCCL and of the nodes apart from gloo's
                     backend = own_backend(c10d.PrefixStore("nccl", own_store), self.rank, self.size, timeout)
                 else:
-                    backend = group._get_backend(CUDA)
+                    backend = torch_private.get_backend(group)(CUDA)
                 inside = None
                 if self.nodes and len(node) > 1:
                     of_node = c10d.PrefixStore(f"nccl/node {node[0]}", own_store)

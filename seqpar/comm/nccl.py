@@ -38,6 +38,7 @@ from torch import Tensor
 
 from seqpar.comm.failure import Range
 from seqpar.comm.protocol import ACROSS, INSIDE
+from seqpar.private import torch as torch_private
 
 CUDA = torch.device("cuda")
 log = logging.getLogger("seqpar.comm")
@@ -75,7 +76,7 @@ def own_backend(store: Any, rank: int, size: int, timeout: float) -> Any:
     c10d: Any = dist.distributed_c10d
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    options._timeout = timedelta(seconds=2 * timeout + 60)
+    torch_private.set_timeout(options, timedelta(seconds=2 * timeout + 60))
     return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -120,7 +121,7 @@ class Nccl:
         They travel as bytes, since NCCL lacks some dtypes.
         """
         backend = self._lanes[lane]
-        backend._start_coalescing()
+        torch_private.start_coalescing(backend)()
         try:
             for move, side in ((backend.send, sends), (backend.recv, recvs)):
                 for peer, tensors in side.items():
@@ -128,16 +129,16 @@ class Nccl:
                         move([x.view(-1).view(torch.uint8)], self._places[peer] if lane == INSIDE else peer, 0)
         finally:
             # also after an error: an open batch would swallow the next one
-            work = backend._end_coalescing()
+            work = torch_private.end_coalescing(backend)()
         return work
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> Any:
         """Write this rank's piece of the sum of flat tensors, which it may be, as a work of torch."""
-        return self._backend._reduce_scatter_base(out, flat)
+        return torch_private.reduce_scatter_base(self._backend)(out, flat)
 
     def all_gather(self, flat: Tensor, own: Tensor) -> Any:
         """Fill a flat tensor with the pieces of all ranks, as a work of torch."""
-        return self._backend._allgather_base(flat, own)
+        return torch_private.allgather_base(self._backend)(flat, own)
 
     def abort(self, gpu: torch.device, unwritten: Sequence[Range] = ()) -> None:
         """End the kernels that wait for other ranks, so that the host returns, unless others use the communicator.
@@ -173,7 +174,7 @@ def mark(gpu: torch.device, ranges: Sequence[Range]) -> None:
         with torch.cuda.stream(stream):
             for at, size in ranges:
                 # addresses, as a comm holds no tensor that its caller has dropped
-                storage = torch._C._construct_storage_from_data_pointer(at, gpu, size)
+                storage = torch_private.construct_storage_from_data_pointer(at, gpu, size)
                 torch.empty(0, dtype=torch.uint8, device=gpu).set_(storage).fill_(255)
         if stream is not None:
             stream.synchronize()
@@ -184,12 +185,12 @@ def mark(gpu: torch.device, ranges: Sequence[Range]) -> None:
 def _abort(process: int, backends: Sequence[Any]) -> None:
     if os.getpid() == process:
         # as one: NCCL frees memory when it ends a communicator, for which CUDA waits for the kernels of the other one
-        backends[0]._group_start()
+        torch_private.group_start(backends[0])()
         try:
             for backend in backends:
                 backend.abort()
         finally:
-            backends[0]._group_end()
+            torch_private.group_end(backends[0])()
     else:
         # a fork has none of the threads that the destructors would wait for
         for backend in backends:

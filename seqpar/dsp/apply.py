@@ -33,10 +33,10 @@ from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
-from seqpar.ops.core.backward import backward_pass
 from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import known_regions
+from seqpar.private.torch import backward_pass
 
 MakeStagePlan = Callable[..., StagePlan]
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs

@@ -9,9 +9,9 @@ from typing import Any
 from seqpar.comm import Comm
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
-from seqpar.ops.core.backward import next_node, node_under_way
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
+from seqpar.private.torch import next_node, node_under_way
 
 _layers = count()
 

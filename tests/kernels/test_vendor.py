@@ -44,6 +44,7 @@ from seqpar.ops.attention.signature import Options as OpOptions
 from seqpar.ops.attention.signature import signature_of
 from seqpar.plan import Plan
 from seqpar.planner import Hardware
+from seqpar.private import flash_attn as flash_private
 from seqpar.testing import relative_rms
 from tests.cases import OVER_RANKS
 from tests.kernels.cases import (
@@ -699,9 +700,8 @@ def test_a_flash3_without_splits_rounds_each_part(flash3, monkeypatch) -> None:
             raise RuntimeError("This flash attention build does not support splits.")
         return operators.fwd(*others, num_splits=num_splits, **named)
 
-    module = sys.modules[Flash3.__module__]
-    operators = module._operators()
-    monkeypatch.setattr(module, "_operators", lambda: SimpleNamespace(fwd=without, bwd=operators.bwd))
+    operators = flash_private.operators_of_3()
+    monkeypatch.setattr(flash_private, "operators_of_3", lambda: SimpleNamespace(fwd=without, bwd=operators.bwd))
     taken = Flash3()
     taken.rows_per_segment = taken.rows_per_call = 0
     equals_oracle(Segmented(taken, rest=Nobody()), Case("full", dim=32, v_dim=32, dtype=torch.bfloat16, splits=2))

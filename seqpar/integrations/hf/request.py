@@ -22,7 +22,7 @@ from seqpar.integrations.hf.forward import inside
 from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial.runs import ModelFit
-from seqpar.ops.core.backward import backward_pass
+from seqpar.private.torch import backward_pass
 
 # Entries of a batch with a value per token, and entries that mark documents.
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.kernels.dispatch import on_triton
+from seqpar.private import torch as torch_private
 
 _TRITON_DTYPES = {
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
@@ -81,7 +82,7 @@ def _joined(pairs: Sequence[Pair]) -> list[Pair]:
         if dst_rows is not None or src_rows is not None or src.is_conj() or src.is_neg():
             rest.append(pair)
             continue
-        memory = dst.untyped_storage()._cdata, src.untyped_storage()._cdata
+        memory = torch_private.cdata(dst.untyped_storage()), torch_private.cdata(src.untyped_storage())
         alike.setdefault((memory, dst.dtype, dst.shape, dst.stride(), src.stride()), []).append(pair)
     for several in alike.values():
         several.sort(key=lambda pair: pair.src.storage_offset())

@@ -13,6 +13,7 @@ from torch import Tensor
 from seqpar.kernels.protocol import DTYPES, CallSpec, acc_dtype
 from seqpar.kernels.vendor.library import Library, Results
 from seqpar.kernels.vendor.varlen import VarlenCall
+from seqpar.private import torch as torch_private
 
 
 class Aten(Library):
@@ -46,7 +47,7 @@ class Aten(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch_private.scaled_dot_product_flash_attention_for_cpu(
             *heads_first(q, k, v), 0.0, call.causal, scale=scale
         )
         return out[0].transpose(0, 1), lse[0]
@@ -56,7 +57,7 @@ class Aten(Library):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`. The operator is deterministic."""
         assert results.out is not None
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = torch_private.scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first(results.dout, q, k, v, results.out), results.lse[None], 0.0, call.causal, scale=scale
         )
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)

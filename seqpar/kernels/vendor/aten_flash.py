@@ -14,6 +14,7 @@ from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
+from seqpar.private import torch as torch_private
 
 
 class AtenFlash(Library):
@@ -42,7 +43,7 @@ class AtenFlash(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = torch_private.flash_attention_forward(
             q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, False,
             scale=scale, window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip
@@ -53,7 +54,7 @@ class AtenFlash(Library):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`. The operator takes a generator's state, and without dropout does not read it."""
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
-        return torch.ops.aten._flash_attention_backward(
+        return torch_private.flash_attention_backward(
             results.dout, q, k, v, results.out, results.lse, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0,
             call.causal, state, unused, scale=scale, window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.aten import heads_first
 from seqpar.kernels.vendor.library import Library, Results, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
+from seqpar.private import torch as torch_private
 
 LEAST = 91501  # older versions are wrong for lengths not divisible by 128 (pytorch#169849)
 
@@ -50,7 +51,7 @@ class CuDNN(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = torch_private.scaled_dot_product_cudnn_attention(
             *heads_first(q, k, v), None, True, 0.0, call.causal, False, scale=scale
         )
         return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0])
@@ -62,7 +63,7 @@ class CuDNN(Library):
         assert results.out is not None
         dout, *tensors = heads_first(results.dout, q, k, v, results.out)
         state = q.new_empty((), dtype=torch.int64)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = torch_private.scaled_dot_product_cudnn_attention_backward(
             dout, *tensors, results.lse[None, ..., None], state, state, None, None, None, call.max_q, call.max_k, 0.0,
             call.causal, scale=scale,
         )  # fmt: skip

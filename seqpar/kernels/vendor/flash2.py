@@ -6,9 +6,6 @@ needs the functions below `flash_attn_varlen_func`, whose arguments change betwe
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
+from seqpar.private import flash_attn as flash_private
 
 
 class Flash2(Library):
@@ -35,7 +33,7 @@ class Flash2(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
-        out, lse, *_ = _interface()._flash_attn_varlen_forward(
+        out, lse, *_ = flash_private.varlen_forward(flash_private.interface_of_2())(
             q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, dropout_p=0.0, softmax_scale=scale,
             causal=call.causal, window_size_left=call.left, window_size_right=call.right,
         )  # fmt: skip
@@ -46,14 +44,9 @@ class Flash2(Library):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        _interface()._flash_attn_varlen_backward(
+        flash_private.varlen_backward(flash_private.interface_of_2())(
             results.dout, q, k, v, results.out, results.lse, dq, dk, dv, call.cu_q, call.cu_k, call.max_q, call.max_k,
             dropout_p=0.0, softmax_scale=scale, causal=call.causal, window_size_left=call.left,
             window_size_right=call.right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
         )  # fmt: skip
         return dq, dk, dv
-
-
-def _interface() -> Any:
-    """The package's module, imported on first use."""
-    return import_module("flash_attn.flash_attn_interface")

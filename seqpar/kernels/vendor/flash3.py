@@ -12,9 +12,6 @@ returned, and its parts may be missing. Source: ``hopper/flash_api.cpp`` (`mha_f
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,6 +20,7 @@ from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.softmax import merge_
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
+from seqpar.private import flash_attn as flash_private
 
 
 class Flash3(Library):
@@ -49,7 +47,7 @@ class Flash3(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`. num_splits 1: another kernel would have to merge the splits."""
-        out, lse, *_ = _operators().fwd(
+        out, lse, *_ = flash_private.operators_of_3().fwd(
             q, k, v, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q,
             max_seqlen_k=call.max_k, softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
             window_size_right=call.right, num_splits=1,
@@ -64,7 +62,7 @@ class Flash3(Library):
         if not self.splits or len(call.cu_q) > 2:
             return None
         try:
-            _, _, parts, lses, *_ = _operators().fwd(
+            _, _, parts, lses, *_ = flash_private.operators_of_3().fwd(
                 q[None], k[None], v[None], softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
                 window_size_right=call.right, num_splits=2,
             )  # fmt: skip
@@ -82,16 +80,10 @@ class Flash3(Library):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Library`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        _operators().bwd(
+        flash_private.operators_of_3().bwd(
             results.dout, q, k, v, results.out, results.lse, dq=dq, dk=dk, dv=dv, cu_seqlens_q=call.cu_q,
             cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q, max_seqlen_k=call.max_k, softmax_scale=scale,
             is_causal=call.causal, window_size_left=call.left, window_size_right=call.right,
             deterministic=deterministic,
         )  # fmt: skip
         return dq, dk, dv
-
-
-def _operators() -> Any:
-    """The package's operators in ``torch.ops``, registered by importing the package on first use."""
-    import_module("flash_attn_3._C")
-    return torch.ops.flash_attn_3

@@ -6,7 +6,6 @@ beta27. Its backward takes the gradient of lse, not delta: an output of zeros an
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.protocol import CallSpec
 from seqpar.kernels.vendor.library import Library, Results, outdated, refuses_on_cuda
 from seqpar.kernels.vendor.varlen import VarlenCall
+from seqpar.private import flash_attn as flash_private
 
 
 class Flash4(Library):
@@ -37,7 +37,9 @@ class Flash4(Library):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `Library`."""
-        out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **_options(call, scale))
+        out, lse, *_ = flash_private.forward_of_4(flash_private.interface_of_4())(
+            q, k, v, return_lse=True, **_options(call, scale)
+        )
         return out, lse
 
     def differentiate(
@@ -47,7 +49,7 @@ class Flash4(Library):
         out, dlse = results.out, None
         if out is None:
             out, dlse = torch.zeros_like(results.dout), -results.delta
-        dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+        dq, dk, dv, *_ = flash_private.backward_of_4(flash_private.interface_of_4())(
             q, k, v, out, results.dout, results.lse, deterministic=deterministic, dlse=dlse, **_options(call, scale)
         )
         return dq, dk, dv
@@ -61,8 +63,3 @@ def _options(call: VarlenCall, scale: float) -> dict[str, Any]:
         "window_size_left": None if call.left < 0 else call.left,
         "window_size_right": None if call.right < 0 else call.right,
     }  # fmt: skip
-
-
-def _interface() -> Any:
-    """The package's module, imported on first use."""
-    return import_module("flash_attn.cute.interface")

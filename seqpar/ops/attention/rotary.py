@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from seqpar.comm.entry import refuse_transforms
 from seqpar.kernels.memory.rotary import rotate
 from seqpar.kernels.protocol import DTYPES
 from seqpar.ops.core.collective_op import check_dense, refuse_tangents
+from seqpar.private.torch import forward_level
 
 NAMES = ("x", "positions", "frequencies")
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
@@ -39,7 +39,7 @@ def rotary(
     Source: Su et al. 2021 (RoFormer).
     """
     refuse_transforms("rotary")
-    if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+    if forward_level() >= 0:
         refuse_tangents("rotary", (x,))
     given = (x, positions, frequencies)
     for name, value in zip(NAMES, given, strict=True):

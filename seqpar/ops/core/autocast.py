@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.private import torch as torch_private
+
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """The dtype of autocast on devices of this kind, None if it is off."""
@@ -30,6 +32,6 @@ def autocast(x: Tensor) -> Tensor:
 
 def autocasts(values: Sequence[Any]) -> list[Any]:
     """Tensors as `autocast` casts them; other values, which a verb has yet to check, are unchanged."""
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+    if not torch.compiler.is_compiling() and not torch_private.is_any_autocast_enabled():
         return list(values)
     return [autocast(x) if isinstance(x, Tensor) else x for x in values]

@@ -21,10 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-import torch.fx.traceback as fx_traceback
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
@@ -34,6 +31,8 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import carried, carry, handles, in_graph
 from seqpar.ops.core.repetition import refuse_repetition
+from seqpar.private import torch as torch_private
+from seqpar.private.torch import forward_level
 
 Tensors = Sequence[Tensor | None]
 STRIDED = torch.strided
@@ -142,7 +141,7 @@ class CollectiveOp:
             if self._tensors is None:
                 return op(list(tensors), named, *options, grads)[0]
             return op(*tensors, named, *options, grads)[:-1]
-        if forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+        if forward_level() >= 0:
             last = values[-1]
             with errors_on_all_ranks(self.name, last.comm if isinstance(last, Record) else last):
                 refuse_tangents(self.name, tensors)
@@ -214,7 +213,7 @@ class CollectiveOp:
         if any(requirements(tensors)):
             *results, ticket = _InGraph.apply(self, handles, options, *tensors)
             return (results, ticket) if self._tensors is None else (*results, ticket)
-        with torch._C._AutoDispatchBelowAutograd(), _never_repeated():
+        with torch_private.AutoDispatchBelowAutograd(), _never_repeated():
             return getattr(torch.ops.seqpar, self.name)(*arguments)
 
 
@@ -289,7 +288,7 @@ def check_dense(what: str, tensors: Sequence[object]) -> None:
 
 def refuse_tangents(what: str, tensors: Tensors) -> None:
     """Raise NotImplementedError for tensors with a tangent of forward-mode derivatives, which would be lost."""
-    for x in tensors if forward_ad._current_level >= 0 else ():  # type: ignore[attr-defined]
+    for x in tensors if forward_level() >= 0 else ():
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(f"{what} has no forward-mode derivative; use reverse mode")
 
@@ -329,7 +328,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: CollectiveOp, handles: Any, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd(), _never_repeated():
+        with torch_private.AutoDispatchBelowAutograd(), _never_repeated():
             results, ticket = op.dispatch(tensors, handles, *options)
         ctx.op = op
         if op.adjoint is not None:
@@ -369,8 +368,8 @@ def _never_repeated() -> Iterator[None]:
     By default none is repeated; under `torch._functorch.config.activation_memory_budget` sizes decide. What a
     checkpoint says about its region stays.
     """
-    meta = fx_traceback.current_meta
-    if functorch_config.activation_memory_budget >= 1 or "recompute" in meta:
+    meta = torch_private.meta_of_graph()
+    if torch_private.memory_budget() >= 1 or "recompute" in meta:
         yield
         return
     meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -406,7 +405,7 @@ def refuse_capture(what: str) -> None:
 
 def refuse_batches(what: str, grads: Tensors) -> None:
     """Raise NotImplementedError in a backward of several gradients at once."""
-    if any([x is not None and is_legacy_batchedtensor(x) for x in grads]):
+    if any([x is not None and torch_private.is_legacy_batchedtensor(x) for x in grads]):
         raise NotImplementedError(
             f"{what} has no backward with is_grads_batched=True, nor with vectorize=True of torch.autograd.functional; "
             "take one gradient after another"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from seqpar.plan import Rows
+from seqpar.private.torch import is_profiling
 
 Index = slice | Tensor  # rows of a tensor on a device
 
@@ -42,4 +43,4 @@ _NOTHING = nullcontext()
 def profile_range(what: str, number: int) -> AbstractContextManager[Any]:
     """A range in the trace of an active profiler, named after the work and its step (or Ulysses width)."""
     # a record_function costs microseconds even without a profiler; the flag is global to all threads
-    return profiler.record_function(f"seqpar {what} {number}") if profiler._is_profiler_enabled else _NOTHING
+    return profiler.record_function(f"seqpar {what} {number}") if is_profiling() else _NOTHING

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from seqpar.comm.entry import transforms_active, uncompiled
 from seqpar.facts.value import Fact
+from seqpar.private import torch as torch_private
 
 
 class Carried:
@@ -79,9 +79,9 @@ def bind(*values: object) -> Tensor:
         owned = getattr(value, "__dict__", None)
         with _naming:  # one name even if threads bind a value at once
             if owned is not None and not (
-                isinstance(name := owned.get("_handle_name"), Name) and name.owner() is value
+                isinstance(name := owned.get("_seqpar_handle"), Name) and name.owner() is value
             ):
-                name = owned["_handle_name"] = Name(value)
+                name = owned["_seqpar_handle"] = Name(value)
                 _names[name.number] = name
     return _tensor(carried)
 
@@ -98,12 +98,13 @@ def in_graph(*tensors: object) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() > 0 and any(map(_wants_ops, _get_current_dispatch_mode_stack())):
+    modes = torch_private.get_current_dispatch_mode_stack() if torch_private.len_torch_dispatch_stack() else ()
+    if any(map(_wants_ops, modes)):
         return True
     return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in tensors])
 
 
-def _wants_ops(mode: TorchDispatchMode) -> bool:
+def _wants_ops(mode: Any) -> bool:
     return mode.is_infra_mode() or type(mode).__module__ == "torch.utils.checkpoint"
 
 
@@ -124,7 +125,7 @@ def handles(*values: object) -> list[Tensor]:
 
 def _handle(value: Any) -> Tensor:
     # A tensor attribute becomes an input of the graph: another value brings its own, and nothing recompiles.
-    name = getattr(value, "_handle_name", None)
+    name = getattr(value, "_seqpar_handle", None)
     if name is None:
         raise ValueError("a compiled model got a plan, layout or comm without a handle; call seqpar.bind on them first")
     return name.handle  # type: ignore[no-any-return]
@@ -178,7 +179,7 @@ def _element(number: int) -> Tensor:
     if not (torch.is_inference_mode_enabled() or transforms_active()):  # saves the host microseconds
         return torch.tensor(number, dtype=torch.int64, device="cpu")
     # values bound during evaluation may be saved in training; a transform of torch.func is not to wrap the element
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+    with torch.inference_mode(False), torch_private.DisableFuncTorch():
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 

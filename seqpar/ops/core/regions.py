@@ -8,8 +8,7 @@ what its checkpoint keeps to run again::
     torch's reentrant checkpoint       the function that `CheckpointFunction.apply` is given
     checkpoint that is not reentrant   `recompute_fn` of the frame behind its hook of saved tensors
 
-These names are private to torch, and only this file uses them; torch 2.11 to 2.15 share them. Other libraries' autograd
-functions are refused: how they rerun a function is unknown.
+Other libraries' autograd functions are refused: how they rerun a function is unknown.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch._C import _autograd
 from torch.utils.checkpoint import CheckpointFunction
 
 from seqpar.comm.entry import uncompiled
+from seqpar.private import torch as torch_private
 
 
 class Region:
@@ -60,14 +59,12 @@ _reentrant = _Reentrant()
 def known_regions() -> list[Region]:
     """The regions around the caller that backward will run again, as far as torch's own checkpoints make them."""
     regions, hooks = list(_reentrant.regions), []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := torch_private.top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
+        torch_private.pop_saved_tensors_default_hooks()
     for pack, unpack in reversed(hooks):
-        _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        names = pack.__code__.co_freevars if getattr(pack, "__module__", "") == CheckpointFunction.__module__ else ()
-        if "frame" in names:
-            frame = pack.__closure__[names.index("frame")].cell_contents
+        torch_private.push_saved_tensors_default_hooks(pack, unpack)
+        if (frame := torch_private.frame_of(pack, CheckpointFunction)) is not None:
             if not isinstance(frame.recompute_fn, Region):
                 frame.recompute_fn = Region(frame.recompute_fn)
             regions.append(frame.recompute_fn)
@@ -76,7 +73,7 @@ def known_regions() -> list[Region]:
 
 def under_way() -> list[Region | None]:
     """The regions around the caller; None for an autograd function of others, which may run it again too."""
-    recorded = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+    recorded = torch.is_grad_enabled() or torch_private.is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     return [*known_regions(), *(() if recorded or _reentrant.regions else (None,))]
 
 
@@ -105,7 +102,7 @@ def _apply(cls: type[CheckpointFunction], function: Callable[..., Any], *args: A
     Forward-mode derivatives are off inside the forward of an autograd function, and on under `no_grad` alone. Inside
     one, without gradients, autograd records no checkpoint: the function around it runs it again, or nobody.
     """
-    if not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled()):
+    if not (torch.is_grad_enabled() or torch_private.is_fwd_grad_enabled()):
         return super(CheckpointFunction, cls).apply(function, *args)
     _reentrant.regions.append(region := Region(function))
     try:

@@ -35,6 +35,7 @@ from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.pack import Place, post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows
+from seqpar.private import torch as torch_private
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +178,7 @@ def shard(x: Tensor, plan: Plan, rank: int, *, dim: int = 0, side: str = "q") ->
         taken = torch.from_numpy(layout.positions(rank)).to(x.device)
     else:
         key = "positions", rank, stream_of(x.device)
-        with torch._C._DisableFuncTorch():  # a layout must not keep what a transform wraps either
+        with torch_private.DisableFuncTorch():  # a layout must not keep what a transform wraps either
             taken = layout.memo(key, lambda: row_numbers([layout.positions(rank)], x.device)[0])
     y = picked(x, dim, taken)
     if pads := rows - len(taken):

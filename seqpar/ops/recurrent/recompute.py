@@ -9,7 +9,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-_AUTOGRAD = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autograd")]
+from seqpar.private import torch as torch_private
+
+_AUTOGRAD = [key for name, key in torch_private.DispatchKey.__members__.items() if name.startswith("Autograd")]
 
 
 @contextmanager
@@ -18,9 +20,10 @@ def recording() -> Iterator[None]:
 
     So do backward ops in compiled autograd, and inside `torch.cond`, whose forward and backward are graphs.
     """
-    excluded = torch._C._dispatch_tls_local_exclude_set()
+    excluded = torch_private.dispatch_tls_local_exclude_set()
     excluded = reduce(lambda keys, key: keys.remove(key) if keys.has(key) else keys, _AUTOGRAD, excluded)
-    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+    included = torch_private.dispatch_tls_local_include_set()
+    with torch.enable_grad(), torch_private.ForceDispatchKeyGuard(included, excluded):
         yield
 
 

@@ -1,0 +1,85 @@
+"""torch's private names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch.fx.traceback as fx_traceback
+from torch.autograd import forward_ad, profiler
+
+from seqpar.private import PrivateNames
+
+names = PrivateNames(
+    "torch", "2.11 to 2.15", globals(), {
+        "torch._C": """
+            DispatchKey DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd _DisableFuncTorch
+            _ForceDispatchKeyGuard _are_functorch_transforms_active _construct_storage_from_data_pointer
+            _current_autograd_node _current_graph_task_id _dispatch_tls_local_exclude_set
+            _dispatch_tls_local_include_set _is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack
+            _storage_Use_Count
+        """,
+        "torch._C._autograd": """
+            _get_sequence_nr _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
+            _top_saved_tensors_default_hooks
+        """,
+        "torch._C._functorch": "is_legacy_batchedtensor",
+        "torch.ops:aten": """
+            _flash_attention_backward _flash_attention_forward _scaled_dot_product_cudnn_attention
+            _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_flash_attention_for_cpu
+            _scaled_dot_product_flash_attention_for_cpu_backward
+        """,
+        "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack",
+    },
+)  # fmt: skip
+__getattr__ = names.__getattr__
+
+number_of_node = names.attribute("_sequence_nr")
+cdata = names.attribute("_cdata")  # of a storage: where its memory is described
+# methods of process groups and of their backends
+get_backend = names.attribute("_get_backend")
+start_coalescing, end_coalescing = names.attribute("_start_coalescing"), names.attribute("_end_coalescing")
+reduce_scatter_base, allgather_base = names.attribute("_reduce_scatter_base"), names.attribute("_allgather_base")
+group_start, group_end = names.attribute("_group_start"), names.attribute("_group_end")
+# variables of torch's modules, which others set
+forward_level = partial(names.attribute("_current_level"), forward_ad)  # of forward-mode derivatives, -1 outside
+is_profiling = partial(names.attribute("_is_profiler_enabled"), profiler)  # in any thread
+meta_of_graph = partial(names.attribute("current_meta"), fx_traceback)  # of the nodes that are traced now
+# the part of its activations that a compiled graph keeps, rather than repeat ops in its backward
+memory_budget = partial(names.attribute("activation_memory_budget"), functorch_config)
+
+
+# Autograd numbers nodes as a thread records them, so a call that is repeated in a backward pass, as by a checkpoint,
+# can be ordered before or after other recorded nodes.
+
+
+def next_node() -> int:
+    """The number of this thread's next node."""
+    return names.get_sequence_nr()  # type: ignore[no-any-return]
+
+
+def backward_pass() -> int:
+    """The number of the backward pass running in this thread, or -1."""
+    return names.current_graph_task_id()  # type: ignore[no-any-return]
+
+
+def node_under_way() -> int:
+    """The number of the node whose backward is running in this thread, or -1."""
+    node = names.current_autograd_node() if backward_pass() >= 0 else None
+    return -1 if node is None else number_of_node(node)()  # type: ignore[no-any-return]
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Give a backend's options another timeout."""
+    options._timeout = timeout
+
+
+def frame_of(pack: Any, kind: type) -> Any:
+    """The frame of a checkpoint that a hook of saved tensors belongs to, whose `recompute_fn` runs again; or None.
+
+    kind: `CheckpointFunction`, from the module of such hooks.
+    """
+    names = pack.__code__.co_freevars if getattr(pack, "__module__", "") == kind.__module__ else ()
+    return pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None

@@ -1,0 +1,206 @@
+"""Other libraries' private names: the installed releases have them, and no other file of seqpar says one.
+
+`make oldest` and `make newest` run this with the releases of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import seqpar
+from seqpar.private import PrivateNames
+from seqpar.private import flash_attn as flash_private
+from seqpar.private import torch as torch_private
+
+PACKAGE = Path(seqpar.__file__).parent
+LIBRARIES = sorted(path.stem for path in (PACKAGE / "private").glob("[!_]*.py"))
+
+
+def names_of(library: str) -> PrivateNames:
+    """The private names of a library that is installed."""
+    names: PrivateNames = import_module(f"seqpar.private.{library}").names
+    try:
+        metadata.version(names.library)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{names.library} is not installed")
+    return names
+
+
+c10d: Any = import_module("torch._C._distributed_c10d")
+# library -> an object that has an attribute, for each that is read
+OBJECTS: dict[str, dict[str, Callable[[], Any]]] = {
+    "flash_attn": dict.fromkeys(
+        ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"), flash_private.interface_of_2
+    ),
+    "torch": {
+        "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
+        "_current_level": lambda: torch.autograd.forward_ad,
+        "_cdata": lambda: torch.ones(1).untyped_storage(),
+        "_get_backend": lambda: dist.ProcessGroup,
+        **dict.fromkeys(("_start_coalescing", "_end_coalescing"), lambda: c10d.Backend),
+        **dict.fromkeys(("_reduce_scatter_base", "_allgather_base"), lambda: c10d.Backend),
+        **dict.fromkeys(("_group_start", "_group_end"), lambda: getattr(dist, "ProcessGroupNCCL", None)),
+        "_is_profiler_enabled": lambda: torch.autograd.profiler,
+        "current_meta": lambda: import_module("torch.fx.traceback"),
+        "activation_memory_budget": lambda: import_module("torch._functorch.config"),
+    },
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_installed_release_has_every_name(library: str) -> None:
+    names = names_of(library)
+    lacks = [] if dist.is_nccl_available() else ["ProcessGroupNCCL"]
+    for name, path in names.paths.items():
+        if not any(part in path for part in lacks):
+            assert getattr(import_module(f"seqpar.private.{library}"), name) is not None
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_installed_release_has_every_attribute(library: str) -> None:
+    names, objects = names_of(library), OBJECTS.get(library, {})
+    assert objects.keys() == set(names.attributes)
+    assert [name for name, make in objects.items() if (x := make()) is not None and not hasattr(x, name)] == []
+
+
+def test_a_name_that_is_gone_is_one_sentence() -> None:
+    scope: dict[str, Any] = {"__name__": "m"}
+    names = PrivateNames("torch", "2.11 to 2.15", scope, {"torch": "_gone", "torch.gone": "_a", "torch.ops:aten": "_b"})
+    told = f"torch {metadata.version('torch')} has no {{}}, which seqpar needs here; install torch 2.11 to 2.15, or a"
+    for name, full in (("gone", "torch._gone"), ("a", "torch.gone._a"), ("b", "torch.ops.aten._b")):
+        with pytest.raises(ImportError, match=re.escape(told.format(full))):
+            getattr(names, name)
+    with pytest.raises(ImportError, match=re.escape(told.format("Linear._gone"))):
+        names.attribute("_gone")(nn.Linear(1, 1))
+    assert names.attribute("_gone")(nn.Linear(1, 1), 7) == 7
+    with pytest.raises(AttributeError, match="module 'm' has no attribute 'other'"):
+        _ = names.other
+
+
+def test_a_name_is_looked_up_once() -> None:
+    scope: dict[str, Any] = {}
+    names = PrivateNames("torch", "", scope, {"torch._C": "_current_graph_task_id"})
+    assert not scope
+    assert names.current_graph_task_id() == -1 and scope == {"current_graph_task_id": torch._C._current_graph_task_id}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_releases_named_begin_with_the_oldest_that_is_allowed(library: str) -> None:
+    names: PrivateNames = import_module(f"seqpar.private.{library}").names
+    oldest = re.search(rf'"{names.library}>=([\d.]+)', (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert oldest and names.tested.split()[0] == oldest[1]
+
+
+def test_options_of_a_backend_have_a_timeout() -> None:
+    options = c10d.Backend.Options("gloo")
+    torch_private.set_timeout(options, timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7)
+
+
+def test_nodes_are_numbered_as_they_are_recorded() -> None:
+    x = torch.ones((), requires_grad=True)
+    first, y = torch_private.next_node(), x.exp()
+    assert torch_private.number_of_node(y.grad_fn)() == first < torch_private.next_node()
+    assert torch_private.node_under_way() == torch_private.backward_pass() == -1
+    seen: list[int] = []
+    y.register_hook(lambda grad: seen.extend((torch_private.node_under_way(), torch_private.backward_pass())))
+    y.backward()
+    assert seen[0] in (-1, first) and seen[1] >= 0
+
+
+# Private names of Python's own library.
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe", "_replace", "_thread"}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def own() -> frozenset[str]:
+    """The names that seqpar defines itself."""
+    found = set(OF_PYTHON)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return frozenset(found)
+
+
+def is_private(name: str) -> bool:
+    begins = name.startswith("_") and not name.startswith(("__", "_seqpar"))
+    return begins and name != "_" and name.isidentifier()
+
+
+def foreign_names(tree: ast.Module, own: frozenset[str]) -> Iterator[str]:
+    """Private names of other libraries in a file.
+
+    They are names in an import of another library or behind one that was imported, and attributes and strings of one
+    such name that nothing in seqpar defines.
+    """
+    libraries: set[str] = set()  # and Python's own
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            libraries |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("seqpar"):
+            libraries |= {alias.asname or alias.name for alias in node.names}
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in full if any(map(is_private, name.split("."))))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if node.attr not in own or (isinstance(root, ast.Name) and root.id in libraries):
+                yield ast.unparse(node)
+        text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and is_private(text) and text not in own:
+            yield repr(text)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._C._x()", ["torch._C._x", "torch._C"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("from torch._utils import f", ["torch._utils.f"]),
+        ("from torch.nn import functional as F\nF._own(x)", ["F._own"]),
+        ("module._parameters[name]", ["module._parameters"]),
+        ("getattr(model, '_config', None)", ["'_config'"]),
+        ("from seqpar.a import _x\nself._own = _x\nx._own, x.__dict__, _, '_own', '_seqpar_x'", []),
+    ],
+)
+def test_a_foreign_name_is_seen_wherever_it_is(source: str, found: list[str]) -> None:
+    assert list(foreign_names(ast.parse(source), frozenset({"_own"}))) == found
+
+
+DUE = {"private", "train", "integrations", "foreign", "dsp", "planner", "trial"}
+
+
+def test_private_names_of_others_stand_in_their_librarys_file() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE)
+        if place.parts[0] not in DUE and (names := sorted({*foreign_names(parsed(path), own())})):
+            found[place.as_posix()] = names
+    assert not found, f"{found}: list them in seqpar/private, in the file of their library, and use them from there"
