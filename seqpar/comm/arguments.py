@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -52,3 +53,14 @@ def check_descriptors(name: str, count: int) -> None:
     finally:
         for file in opened:
             os.close(file)
+
+
+def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
+    """The ranks of `Comm.sub`, checked.
+
+    Raises: ValueError unless ranks are distinct ranks of the comm with the calling one among them.
+    """
+    ranks = list(ranks)
+    if len(set(ranks)) != len(ranks) or rank not in ranks or not all(0 <= r < size for r in ranks):
+        raise ValueError(f"sub: rank {rank} of {size} got ranks {ranks}; expected distinct ranks, itself among them")
+    return ranks

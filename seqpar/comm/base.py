@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.comm.arguments import subset
 from seqpar.comm.entry import ThreadEntry, enters, uncompiled
 from seqpar.comm.failure import RootCause
 from seqpar.comm.header import AGREEING, Header, describe, hash63
@@ -29,7 +30,6 @@ from seqpar.comm.protocol import (
     Tag,
     Work,
     raise_first,
-    subset,
 )
 
 

@@ -44,7 +44,7 @@ from torch import Tensor
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, CompletedWork, WorkBase
 from seqpar.comm.entry import enters, uncompiled
-from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, cycle_through
+from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, copy_rows, cycle_through, fill_nan
 from seqpar.comm.owner import in_some_comm
 from seqpar.comm.protocol import (
     NO_FACTS,
@@ -280,30 +280,15 @@ def _move(sender: RoundsLeft, receiver: RoundsLeft, source: Sequence[Tensor], ta
     """Copy now, or on CUDA when the receiver's stream reaches the copy, on whichever thread this is."""
     stream = sender.stream if receiver.stream is None else receiver.stream
     if stream is None:
-        _copy(source, target)
+        copy_rows(source, target)
         return
     if sender.ready is not None:
         stream.wait_event(sender.ready)
     with torch.cuda.stream(stream):
-        _copy(source, target)
+        copy_rows(source, target)
     copied = stream.record_event()
     sender.copied.append(copied)
     receiver.copied.append(copied)
-
-
-def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    # inference mode may write both ordinary tensors and those that the receiver created in inference mode
-    with torch.inference_mode():
-        for src, dst in zip(source, target, strict=True):
-            dst.copy_(src)
-
-
-def _fill_nan(x: Tensor) -> None:
-    # PyTorch fills no float4, and all bits set are NaN in the dtypes of a byte that have one there
-    if x.itemsize == 1:
-        x.view(torch.uint8).fill_(0xFF)
-    else:
-        x.fill_(torch.nan)
 
 
 def _all(side: Mapping[int, Sequence[Tensor]]) -> Iterable[Tensor]:
@@ -407,7 +392,7 @@ class LocalComm(CommBase[_LocalChannel]):
         with torch.inference_mode():
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
-                    _fill_nan(tensor)
+                    fill_nan(tensor)
         self.stats.count(sends, recvs)
         me = self._channel.rank
         parts = rounds(me, self._channel.size, sends, recvs, self._world.nodes)

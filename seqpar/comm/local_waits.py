@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seqpar.comm.protocol import INSIDE, LANES, Tag
@@ -146,3 +147,20 @@ def cycle_through(start: int, awaited: Callable[[int], list[int]]) -> list[tuple
                 came_from[peer] = number
                 stack.append(peer)
     return []
+
+
+def copy_rows(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    """Copy tensors of a message to the receiver's."""
+    # inference mode may write both ordinary tensors and those that the receiver created in inference mode
+    with torch.inference_mode():
+        for src, dst in zip(source, target, strict=True):
+            dst.copy_(src)
+
+
+def fill_nan(x: Tensor) -> None:
+    """Fill a tensor that is to be received with NaN."""
+    # PyTorch fills no float4, and all bits set are NaN in the dtypes of a byte that have one there
+    if x.itemsize == 1:
+        x.view(torch.uint8).fill_(0xFF)
+    else:
+        x.fill_(torch.nan)

@@ -355,17 +355,6 @@ def refuse_capture(tag: Tag, *, captured: bool | None = None) -> None:
         )
 
 
-def subset(rank: int, size: int, ranks: Sequence[int]) -> list[int]:
-    """The ranks of `Comm.sub`, checked.
-
-    Raises: ValueError unless ranks are distinct ranks of the comm with the calling one among them.
-    """
-    ranks = list(ranks)
-    if len(set(ranks)) != len(ranks) or rank not in ranks or not all(0 <= r < size for r in ranks):
-        raise ValueError(f"sub: rank {rank} of {size} got ranks {ranks}; expected distinct ranks, itself among them")
-    return ranks
-
-
 class Claim(NamedTuple):
     """One rank's contribution to `Comm.agree`: the call, its facts by `repr`, and its error as text, or None.
 

@@ -19,6 +19,7 @@ queries and runs of keys that any of their queries see. All counts of pairs and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -246,3 +247,16 @@ def _clamped(x: Ints, step: Ints, n: Ints, low: Ints, high: Ints) -> Ints:
     inner = n - under - over
     rising = low * under + high * over + inner * (x + under * by) + by * (inner * (inner - 1) // 2)
     return np.where(step > 0, rising, flat)
+
+
+def area_of(band: Band, keys: int, queries: int, key_positions: Callable[[Ints], Ints]) -> int:
+    """Number of pairs of a query and a key in a band."""
+    s = band.spans
+    rows = np.diff(np.append(s.start, queries))
+    if band.until is not None:
+        pieces = Runs(s.start, rows, np.ones_like(rows))
+        return int(meetings(band, pieces, key_positions(s.start)).areas().sum())
+    pairs, slope = s.hi - s.lo, s.hi_step - s.lo_step
+    if queries * keys >= 1 << 62:  # beyond int64: Python's integers
+        rows, pairs, slope = (x.astype(object) for x in (rows, pairs, slope))
+    return int((rows * pairs + slope * (rows * (rows - 1) // 2)).sum())

@@ -15,8 +15,7 @@ causal, with at most 2 keys to the left::
       6                    # #         5   7
       7                    # # #       5   8
 
-Trees end keys before the last query (`seqpar.facts.bands`), and a union has each of a query's intervals in a band of
-its own (`seqpar.facts.unions`).
+Trees end keys before the last query (`seqpar.facts.bands`); a union has several bands (`seqpar.facts.unions`).
 
 Sources: the window and the end alignment of unequal lengths are FlashAttention's (Dao 2023, FlashAttention-2); sink
 tokens are StreamingLLM's (Xiao et al. 2024).
@@ -30,15 +29,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.bands import Band, Until, filled, meetings
+from seqpar.facts.bands import Band, Until, area_of, filled
 from seqpar.facts.bounds import band_of_bounds, batch_lengths
 from seqpar.facts.documents import band_of_documents, document_spans, stays_inside
-from seqpar.facts.intervals import Runs, distinct, edges
+from seqpar.facts.intervals import distinct, edges
 from seqpar.facts.picture import MaskPicture, plot
 from seqpar.facts.slices import block_strips, slice_strips
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import Strips, bands_of, sink_strips, united
-from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, integer, is_integer, lengths_of
+from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, integer, is_integer, lengths_of, positions_of
 from seqpar.facts.windows import checked_window, windowed
 
 
@@ -203,7 +202,7 @@ class Mask(Fact):
             paths=paths and paths._replace(left=None, alone=False),
         )  # fmt: skip
         area = mask.area()
-        parts = [part for part in (self, other) if part.area() == area and (part.paths is None) == (paths is None)]
+        parts = [x for x in (self, other) if x.area() == area and (x.paths is None) == (paths is None)]
         return min(parts, key=Mask.digest, default=mask)
 
     def _sizes(self) -> str:
@@ -232,8 +231,7 @@ class Mask(Fact):
     def shared_prefix(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> Mask:
         """Answers that share a prompt: a tree for each group, (prompt length, [answers' lengths]).
 
-        The prompt is followed by its answers. An answer sees the prompt and itself, and its positions continue the
-        prompt's.
+        The prompt is followed by its answers. An answer sees the prompt and itself; its positions continue those.
         """
         return cls.tree(*nodes_of_groups(groups))
 
@@ -254,15 +252,11 @@ class Mask(Fact):
         """within: True if queries are known to see only keys of their own documents. paths: where bands hide them."""
         offsets, kv_offsets = edges(queries), edges(keys)
         self._fill(
-            lengths=queries,
-            kv_lengths=keys,
-            offsets=offsets,
-            kv_offsets=kv_offsets,
+            lengths=queries, kv_lengths=keys, offsets=offsets, kv_offsets=kv_offsets,
             within_documents=within or all(stays_inside(band, offsets, kv_offsets) for band in bands),
-            bands=tuple(band.frozen() for band in bands),
-            _name=name,
+            bands=tuple(band.frozen() for band in bands), _name=name,
             _paths=None if paths is None else paths.frozen(),
-        )
+        )  # fmt: skip
 
     def _made_digest(self) -> str:
         spans = [x for band in self.bands for x in band.spans.canonical(self.tokens)]
@@ -323,7 +317,7 @@ class Mask(Fact):
 
         Raises: ValueError for a position outside the batch, or a band that the mask has not.
         """
-        return self._band(band).bounds(self._checked(positions))
+        return self._band(band).bounds(positions_of(positions, self.tokens))
 
     def until(self, *, band: int = 0) -> Ints:
         """The end, int64 [kv_tokens], of the queries that may see each key, in key coordinates.
@@ -341,18 +335,18 @@ class Mask(Fact):
 
     def documents(self, positions: ArrayLike) -> Ints:
         """The document of each query position; -1 for a pad row."""
-        return np.searchsorted(self.offsets, self._checked(positions), side="right") - 1
+        return np.searchsorted(self.offsets, positions_of(positions, self.tokens), side="right") - 1
 
     def depths(self, positions: ArrayLike) -> Ints:
         """How many tokens come before each query: in its document, or on its path in a tree; -1 for a pad row."""
-        at = self._checked(positions)
+        at = positions_of(positions, self.tokens)
         if self.paths is not None:
             return self.paths.depths(at)
         return np.where(at < 0, -1, at - self.offsets[np.maximum(self.documents(at), 0)])
 
     def key_positions(self, positions: ArrayLike) -> Ints:
         """Query positions in key coordinates (documents aligned at their ends), for ALiBi and dropout; -1 for pads."""
-        at = self._checked(positions)
+        at = positions_of(positions, self.tokens)
         if self.kv_lengths is self.lengths:
             return at
         shift = self.kv_offsets[1:] - self.offsets[1:]
@@ -430,18 +424,10 @@ class Mask(Fact):
 
     def area(self) -> int:
         """Number of attended pairs of a query and a key."""
-        return sum(self._area(band) for band in self.bands)
+        return sum(self._areas())
 
-    def _area(self, band: Band) -> int:
-        s = band.spans
-        rows = np.diff(np.append(s.start, self.tokens))
-        if band.until is not None:
-            pieces = Runs(s.start, rows, np.ones_like(rows))
-            return int(meetings(band, pieces, self.key_positions(s.start)).areas().sum())
-        pairs, slope = s.hi - s.lo, s.hi_step - s.lo_step
-        if self.tokens * self.kv_tokens >= 1 << 62:  # beyond int64: Python's integers
-            rows, pairs, slope = (x.astype(object) for x in (rows, pairs, slope))
-        return int((rows * pairs + slope * (rows * (rows - 1) // 2)).sum())
+    def _areas(self) -> list[int]:
+        return [area_of(band, self.kv_tokens, self.tokens, self.key_positions) for band in self.bands]
 
     def plot(self, path: str | Path) -> None:
         """Write a picture: keys that queries see, by band, and for trees the nodes on the path of each query.
@@ -454,17 +440,7 @@ class Mask(Fact):
 
     def shown(self) -> MaskPicture:
         """What pictures show of the mask, here and beside a plan."""
-        areas = [self._area(band) for band in self.bands]
-        return MaskPicture(repr(self), self.bands, areas, self.offsets, self.kv_offsets, self.paths)
-
-    def _checked(self, positions: ArrayLike) -> Ints:
-        at = np.asarray(positions)
-        if at.size and at.dtype.kind not in "iu":
-            raise ValueError(f"positions must be integers, got {at.dtype}")
-        at = int64_of("positions", at) if at.dtype == np.uint64 else at.astype(np.int64, copy=False)
-        if at.size and (at.max() >= self.tokens or at.min() < -1):
-            raise ValueError(f"positions run from {at.min()} to {at.max()}, the mask has {self.tokens} queries")
-        return at
+        return MaskPicture(repr(self), self.bands, self._areas(), self.offsets, self.kv_offsets, self.paths)
 
     def __repr__(self) -> str:
         keys = "" if self.kv_tokens == self.tokens else f" on {self.kv_tokens} keys"

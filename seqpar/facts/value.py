@@ -48,6 +48,17 @@ def int64_of(name: str, values: NDArray[Any]) -> Ints:
     return values.astype(np.int64)
 
 
+def positions_of(positions: ArrayLike, tokens: int) -> Ints:
+    """Positions of queries as int64. Raises ValueError for others than -1, of a pad, to tokens - 1."""
+    at = np.asarray(positions)
+    if at.size and at.dtype.kind not in "iu":
+        raise ValueError(f"positions must be integers, got {at.dtype}")
+    at = int64_of("positions", at) if at.dtype == np.uint64 else at.astype(np.int64, copy=False)
+    if at.size and (at.max() >= tokens or at.min() < -1):
+        raise ValueError(f"positions run from {at.min()} to {at.max()}, the mask has {tokens} queries")
+    return at
+
+
 def lengths_of(name: str, values: ArrayLike, *, empty: bool = False) -> Ints:
     """A checked, read-only copy of document lengths, without those of 0 unless ``empty``: these hold no row."""
     try:

@@ -38,7 +38,7 @@ from seqpar.facts.bands import meetings
 from seqpar.facts.intervals import Holders, Intervals, Runs, cut, distinct, edges, expand, least_over, order_of, union
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo
-from seqpar.plan.steps import Entry, Rows, as_rows
+from seqpar.plan.steps import Entry, Rows, as_rows, holder_at, hops_to, owner_at
 
 
 class NeededKeys(NamedTuple):
@@ -320,10 +320,10 @@ def ring(demand: Demand, home: int, own_keys: Ints, inner: int) -> Iterator[Step
 
     def owner(hop: int) -> int:
         """The group whose keys home holds after this many hops."""
-        return _owner_at(home, hop, groups, inner)
+        return owner_at(home, hop, groups, inner)
 
     def holder(group: int, hop: int) -> int:
-        return _holder_at(group, hop, groups, inner)
+        return holder_at(group, hop, groups, inner)
 
     reach, arrives, goes_on = _downstream(demand, seen, home, inner)
     own = slice(seen.edge[home], seen.edge[home + 1])
@@ -355,30 +355,6 @@ def _rows_of(first: Ints, stop: Ints, chosen: NDArray[np.bool_]) -> Rows:
     if stop[-1] - first[0] == count.sum():
         return slice(int(first[0]), int(stop[-1]))
     return expand(first, count)
-
-
-def _holder_at(owner: int, hop: int, groups: int, inner: int) -> int:
-    """The group that holds an owner's keys after this many hops: ``inner - 1`` round the node, then one to the next.
-
-    The hop between nodes keeps the place inside the node, so that every rank uses its own link.
-    """
-    node, place = divmod(owner, inner)
-    outer, turn = divmod(hop, inner)
-    return (node + outer) % (groups // inner) * inner + (place + turn - outer) % inner
-
-
-def _owner_at(holder: int, hop: int, groups: int, inner: int) -> int:
-    """The group whose keys a group holds after this many hops: the inverse of `_holder_at`."""
-    node, place = divmod(holder, inner)
-    outer, turn = divmod(hop, inner)
-    return (node - outer) % (groups // inner) * inner + (place - turn + outer) % inner
-
-
-def _hops_to(holder: Ints | int, owner: Ints | int, groups: int, inner: int) -> Ints:
-    """The hop after which a group holds an owner's keys."""
-    (node, place), (home, own) = np.divmod(holder, inner), np.divmod(owner, inner)
-    outer = (node - home) % (groups // inner)
-    return outer * inner + (place - own + outer) % inner
 
 
 class SeenKeys(NamedTuple):
@@ -423,13 +399,13 @@ def _downstream(
     next place in home's node, or the next node, that sees it comes early enough.
     """
     groups, group = demand.groups, demand.needs.group
-    nodes, hop = groups // inner, _hops_to(group, home, groups, inner)
+    nodes, hop = groups // inner, hops_to(group, home, groups, inner)
     node, place = (group // inner - home // inner) % nodes, (group - home) % inner
     here, near = group == home, node == 0
     beside = seen.least(near & ~here, place, inner)[seen.stretch]
     beyond = seen.least(~near, node, nodes)[seen.stretch]
     met = seen.least(here, place, inner)[seen.stretch] == 0
-    at_home = _hops_to(home, np.arange(groups), groups, inner)  # when home holds the keys of each owner
+    at_home = hops_to(home, np.arange(groups), groups, inner)  # when home holds the keys of each owner
     outer, turn = np.divmod(np.repeat(at_home, np.diff(seen.edge)), inner)
     goes_on = (beside < inner - turn) | (beyond < nodes - outer)
     reach = -seen.least(hop > 0, -hop, 0)[seen.stretch[seen.edge[home] : seen.edge[home + 1]]]
@@ -451,7 +427,7 @@ def _last_hop(demand: Demand, seen: SeenKeys, inner: int) -> int:
         np.subtract.at(bits, seen.stop[part], bit)
         sees = np.bitwise_or.reduceat(np.cumsum(bits, out=bits)[seen.stretch], seen.edge[owners])
         owner, group = np.nonzero(sees[:, None] >> bit_of & np.uint64(1))
-        last = max(last, int(_hops_to(base + group, owners[owner], groups, inner).max(initial=0)))
+        last = max(last, int(hops_to(base + group, owners[owner], groups, inner).max(initial=0)))
         if last == groups - 1:
             break
     return last

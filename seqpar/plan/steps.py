@@ -215,3 +215,27 @@ class StepBand(Memo):
         first, stop = np.searchsorted(self.pos, self.lo), np.searchsorted(self.pos, self.hi)
         pairs = int(np.maximum(stop - first, 0).sum())
         return pairs if self.until is None else pairs - closed_pairs(first, stop, self.at, self.until)
+
+
+def holder_at(owner: int, hop: int, groups: int, inner: int) -> int:
+    """The group that holds an owner's keys after this many hops: ``inner - 1`` round the node, then one to the next.
+
+    The hop between nodes keeps the place inside the node, so that every rank uses its own link.
+    """
+    node, place = divmod(owner, inner)
+    outer, turn = divmod(hop, inner)
+    return (node + outer) % (groups // inner) * inner + (place + turn - outer) % inner
+
+
+def owner_at(holder: int, hop: int, groups: int, inner: int) -> int:
+    """The group whose keys a group holds after this many hops: the inverse of `holder_at`."""
+    node, place = divmod(holder, inner)
+    outer, turn = divmod(hop, inner)
+    return (node - outer) % (groups // inner) * inner + (place - turn + outer) % inner
+
+
+def hops_to(holder: Ints | int, owner: Ints | int, groups: int, inner: int) -> Ints:
+    """The hop after which a group holds an owner's keys."""
+    (node, place), (home, own) = np.divmod(holder, inner), np.divmod(owner, inner)
+    outer = (node - home) % (groups // inner)
+    return outer * inner + (place - own + outer) % inner

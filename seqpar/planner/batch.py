@@ -20,7 +20,7 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
-from seqpar.planner.bound import document_ticks, lower_bound
+from seqpar.planner.bound import document_ticks, launches_in, layers_in, lower_bound
 from seqpar.planner.carried import LayerTraffic, RecurrentWeights, carried_of
 from seqpar.planner.cost import (
     Layers,
@@ -29,8 +29,6 @@ from seqpar.planner.cost import (
     Weights,
     counted,
     counted_each,
-    launches_in,
-    layers_in,
     ticks_of_each,
 )
 from seqpar.planner.forecast import Forecast

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from seqpar.facts.value import Ints
-from seqpar.planner.cost import Layers, Weights, launches_in
+from seqpar.planner.cost import Layers, Weights
 from seqpar.planner.count import again, areas
 
 
@@ -33,3 +33,13 @@ def lower_bound(layers: Layers, w: Weights, ranks: int, *, least: Ints | None = 
     shared = -(-int(ticks.sum()) // ranks)
     rows = -(-tokens // ranks) * (w.per_row)
     return max(shared, rows) + (start if tokens >= ranks else 0)
+
+
+def layers_in(layers: Layers) -> int:
+    """The number of layers."""
+    return sum(count for _, count in layers)
+
+
+def launches_in(layers: Layers) -> int:
+    """The number of layers, each counted once for every band of its mask: each step launches its kernels so often."""
+    return sum(count * len(mask.bands) for mask, count in layers)

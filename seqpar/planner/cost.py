@@ -328,16 +328,6 @@ class LayoutCounts(NamedTuple):
         return sum(p.layers * int(p.tally.entering.sum()) for parts in self.masks for p in parts if p.shared_node)
 
 
-def layers_in(layers: Layers) -> int:
-    """The number of layers."""
-    return sum(count for _, count in layers)
-
-
-def launches_in(layers: Layers) -> int:
-    """The number of layers, each counted once for every band of its mask: each step launches its kernels so often."""
-    return sum(count * len(mask.bands) for mask, count in layers)
-
-
 def counted(
     layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: LayerBytes | None = None
 ) -> LayoutCounts:

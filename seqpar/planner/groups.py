@@ -6,7 +6,7 @@ integers; ties go by index.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -138,3 +138,48 @@ def _roomiest(full: list[tuple[int, int, int]], length: int) -> tuple[list[tuple
         taken.append((load, group))
         shares.append(max(-rows, 1))
     return taken, shares
+
+
+def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -> Ints:
+    """The rank of each document in turn: the least loaded rank with enough rows, or -1.
+
+    extra: the load that each document adds. left: free rows of the ranks, updated in place.
+    """
+    ranks = len(load)  # heap entries are load * ranks + rank: one number compares faster than two
+    heap = [ticks * ranks + rank for rank, ticks in enumerate(load) if left[rank] > 0]
+    heapify(heap)
+    full: list[tuple[int, int]] = []  # ranks too full for the last document: -left, and the heap entry
+    chosen = []
+    # may exceed int64
+    for length, more in zip(lengths.tolist(), [ranks * more for more in extra.tolist()], strict=True):
+        while full and -full[0][0] >= length:
+            heappush(heap, heappop(full)[1])
+        while heap:
+            least = heap[0]
+            rank = least % ranks
+            if left[rank] >= length:
+                break
+            heappush(full, (-left[rank], heappop(heap)))
+        else:
+            chosen.append(-1)
+            continue
+        heapreplace(heap, least + more)
+        left[rank] -= length
+        chosen.append(rank)
+    return np.array(chosen, np.int64)
+
+
+def beyond(ticks: Ints, per_row: int, lengths: Ints) -> Ints:
+    """Documents' cost beyond ``per_row`` per row; if far below zero, any negative number."""
+    return ticks - np.minimum(per_row, ticks // lengths + 1) * lengths
+
+
+def borders(edge: Ints, groups: int) -> Ints:
+    """The end of each group's part of the line, moved to a document's end where only a sliver would be cut."""
+    total = int(edge[-1])
+    border = np.array([total * group // groups for group in range(groups + 1)])
+    sliver = max(1, total // (32 * groups))
+    near_by = edge.searchsorted(border)
+    for side in (np.maximum(near_by - 1, 0), np.minimum(near_by, edge.size - 1)):
+        border = np.where(np.abs(edge[side] - border) < sliver, edge[side], border)
+    return np.maximum.accumulate(border)

@@ -402,8 +402,7 @@ def _b200() -> Hardware:
         source=(
             "attention at the best rates in MagiAttention's benchmark on B200, causal, head dim 128, transfers "
             f"included (1286 forward on 8 GPUs, 1067 backward on 64); {_ROWS_SOURCE}; {_MATMUL_SOURCE} (1745 TFLOP/s); "
-            "NVLink from DeepEP's dispatch on 8 GPUs (726 GB/s, an eighth of it local), its latency as of an H100; "
-            f"{_NDR_SOURCE}"
+            f"NVLink from DeepEP's dispatch on 8 GPUs (726 GB/s, 1/8 of it local), latency of an H100's; {_NDR_SOURCE}"
         ),
         kernel="triton",
         assumed=f"Triton's rates, for which those of MagiAttention's kernel stand in, so attention is slower; {_HOP}",

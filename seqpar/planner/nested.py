@@ -23,7 +23,8 @@ import numpy as np
 
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import summed
-from seqpar.planner.place import Documents, Pieces, Placement, least_loaded
+from seqpar.planner.groups import least_loaded
+from seqpar.planner.place import Documents, Pieces, Placement
 
 
 class Nest(NamedTuple):

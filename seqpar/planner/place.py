@@ -19,7 +19,7 @@ least loaded: Graham 1969 (Bounds on multiprocessing timing anomalies). All deci
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import summed
-from seqpar.planner.groups import Fetching, RankShares, grouped
+from seqpar.planner.groups import Fetching, RankShares, beyond, borders, grouped, least_loaded
 
 FEW = 64  # fewer rows on a rank are not worth their fetched keys
 
@@ -139,7 +139,7 @@ def _parts(batch: Documents, ranks: int, room: Ints, order: Ints, so_far: Ints, 
     per_row = max(1, int(ticks[filling].sum()) // filled if fills else batch.row)
     # if ranks may have unequal rows, a document's whole cost is balanced
     loose = int(room.sum()) * 16 > tokens * 17 + 16 * ranks
-    surplus = ticks if loose else np.maximum(_beyond(ticks, per_row, lengths), 0)
+    surplus = ticks if loose else np.maximum(beyond(ticks, per_row, lengths), 0)
     rest = rest[surplus[rest].argsort(kind="stable")]
     extra, rows = surplus[rest], lengths[rest]
     kept, brought = rows.cumsum(), extra.cumsum() // ranks
@@ -208,7 +208,7 @@ class _Board:
         others = np.concatenate([self.rest, self.filling])
         rows = 0 if self.loose else int(self.batch.lengths[others].sum())
         mean = int(self.batch.ticks[others].sum()) // rows if rows else 0
-        surplus = np.maximum(_beyond(ticks, mean - self.trade, lengths), 1)
+        surplus = np.maximum(beyond(ticks, mean - self.trade, lengths), 1)
         groups = self.ranks // self.knobs.width
         part = (2 * int(surplus.sum()) + int(self.surplus[self.rest].sum())) // (2 * groups)
         room = np.maximum(self.left.reshape(groups, -1), 0).sum(1)
@@ -222,7 +222,7 @@ class _Board:
         shift = max(0, int(surplus.sum()).bit_length() - 31)  # keeps products with lengths below 2^62
         surplus = np.maximum(surplus >> shift, 1)
         edge = edges(surplus)
-        border = _borders(edge, groups)
+        border = borders(edge, groups)
         breaks = distinct(np.concatenate([edge, border]))
         at = edge.searchsorted(breaks[:-1], side="right") - 1
         group = border[1:].searchsorted(breaks[:-1], side="right")
@@ -437,51 +437,6 @@ class _Board:
             border.append(last)
         border[-1] = total
         return np.array(border, np.int64)
-
-
-def least_loaded(lengths: Ints, extra: Ints, load: list[int], left: list[int]) -> Ints:
-    """The rank of each document in turn: the least loaded rank with enough rows, or -1.
-
-    extra: the load that each document adds. left: free rows of the ranks, updated in place.
-    """
-    ranks = len(load)  # heap entries are load * ranks + rank: one number compares faster than two
-    heap = [ticks * ranks + rank for rank, ticks in enumerate(load) if left[rank] > 0]
-    heapify(heap)
-    full: list[tuple[int, int]] = []  # ranks too full for the last document: -left, and the heap entry
-    chosen = []
-    # may exceed int64
-    for length, more in zip(lengths.tolist(), [ranks * more for more in extra.tolist()], strict=True):
-        while full and -full[0][0] >= length:
-            heappush(heap, heappop(full)[1])
-        while heap:
-            least = heap[0]
-            rank = least % ranks
-            if left[rank] >= length:
-                break
-            heappush(full, (-left[rank], heappop(heap)))
-        else:
-            chosen.append(-1)
-            continue
-        heapreplace(heap, least + more)
-        left[rank] -= length
-        chosen.append(rank)
-    return np.array(chosen, np.int64)
-
-
-def _beyond(ticks: Ints, per_row: int, lengths: Ints) -> Ints:
-    """Documents' cost beyond ``per_row`` per row; if far below zero, any negative number."""
-    return ticks - np.minimum(per_row, ticks // lengths + 1) * lengths
-
-
-def _borders(edge: Ints, groups: int) -> Ints:
-    """The end of each group's part of the line, moved to a document's end where only a sliver would be cut."""
-    total = int(edge[-1])
-    border = np.array([total * group // groups for group in range(groups + 1)])
-    sliver = max(1, total // (32 * groups))
-    near_by = edge.searchsorted(border)
-    for side in (np.maximum(near_by - 1, 0), np.minimum(near_by, edge.size - 1)):
-        border = np.where(np.abs(edge[side] - border) < sliver, edge[side], border)
-    return np.maximum.accumulate(border)
 
 
 def layout_of(mask: Mask, pieces: Pieces, ranks: int) -> Layout:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from seqpar.facts.mask import Mask
-from seqpar.planner.cost import LARGEST, Layers, Weights, layers_in
+from seqpar.planner.bound import layers_in
+from seqpar.planner.cost import LARGEST, Layers, Weights
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.shape import ModelShape
 

@@ -10,8 +10,8 @@ import pytest
 from seqpar import Layout, Mask, Plan
 from seqpar.plan.counts import tally
 from seqpar.planner import Hardware, ModelShape, plan_batch
-from seqpar.planner.bound import document_ticks, lower_bound
-from seqpar.planner.cost import Weights, counted, launches_in, ticks
+from seqpar.planner.bound import document_ticks, launches_in, lower_bound
+from seqpar.planner.cost import Weights, counted, ticks
 from seqpar.planner.count import again, areas
 from seqpar.planner.problem import layers_of
 

@@ -1,31 +1,4 @@
-"""The channel of a `PeerComm`: streams of GPUs write straight into each other's memory.
-
-Every rank has a pool of device memory that all ranks map, preceded by 32-bit words. Messages of an ordered pair are
-numbered; an epoch is a message's number. A rank's streams only wait on words of its own memory:
-
-    credit     written by the receiver's stream at its posting: the buffer may be written from here on
-    arrival    written by the sender's copy stream after the bytes
-    sent       written at the same place, for the sender itself: the source may be overwritten from here on
-    lane       written by the receiver once a piece is out of its buffer: the next piece but one may be written there
-
-               rank 0, the sender                                  rank 1, the receiver
-    exchange   event: the source is written         <- offer --    credit stream: event, write(credit of rank 0)
-    copy       copy stream: event, wait(credit),
-               copy, write(arrival of rank 1, sent) -- arrive ->
-    wait       wait(sent)                                          wait(arrival), mark if poisoned
-
-A message that the pool has no room for comes in pieces: see `pieces`. Each piece has an offer and an epoch of its own.
-While it waits, the receiver's host makes its landing stream wait for a piece, copy it to the tensor, and write `lane`.
-
-Destinations go from host to host (`offer`, `arrive`: the shared-memory mailbox that `ShmComm` uses too). Hosts
-communicate in `exchange` and `wait`, in the order of exchanges, and beside an agreement (`progressing`); `wait` returns
-once all hosts involved have launched their part. So the write that ends a wait is always launched before the wait.
-Therefore nothing that blocks a host, such as freeing memory, and no two streams that share a hardware queue can stall a
-device.
-
-A comm dies by a cause that is published to all ranks, then by a word `poison` in every rank's memory. From then on
-waits for arrivals are released, and received tensors are NaN; see `PeerChannel.poison` for the order of these steps.
-"""
+"""The channel of a `PeerComm`: streams of GPUs write straight into each other's memory, see `seqpar.comm.peer`."""
 
 from __future__ import annotations
 
@@ -36,8 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -49,7 +21,7 @@ from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import row_major
 from seqpar.comm.peer.memory import PeerMemory, agreed
-from seqpar.comm.peer.pieces import CUT, HALVES, CutPiece, Lane, box, cut, lane_bytes, plain
+from seqpar.comm.peer.pieces import CUT, HALVES, CutPiece, Flight, Lane, PeerExchange, box, cut, lane_bytes, plain
 from seqpar.comm.peer.pool import ALIGNMENT, DevicePool
 from seqpar.comm.peer.signals import AHEAD, FIRST, SignalWords, epoch, reached
 from seqpar.comm.protocol import DEAD, DIMS, Comm, PeerError, Tag
@@ -58,42 +30,6 @@ from seqpar.comm.shm.comm import lost
 log = logging.getLogger("seqpar.comm")
 
 _Side = Mapping[int, Sequence[Tensor]]
-
-
-@dataclass(eq=False)
-class PeerExchange:
-    """One exchange in progress, with all its tensors. Peers are the channel's ranks."""
-
-    tag: Tag
-    ready: Any = None  # event: tensors to send are written, tensors to receive may be
-    sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # tensors still to be pushed
-    begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
-    credited: set[int] = field(default_factory=set)  # those where whole messages may be written
-    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> offers to it that will have been used
-    sent: dict[int, int] = field(default_factory=dict)
-    blocks: list[Tensor] = field(default_factory=list)  # of the pool, received into
-    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
-    staged_bytes: int = 0
-    pieces: int = 0  # that have not been copied out of their buffers
-    landed: Any = None  # event: all pieces have been
-    sources: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The exchange in words."""
-        return str(self.tag)
-
-
-class _Flight(NamedTuple):
-    """Waits of a stream for a call, address of a word -> epoch; they are over when `event` is."""
-
-    event: Any
-    words: dict[int, int]
-    call: str = ""
-
-    def is_completed(self) -> bool:
-        return bool(self.event.query())
 
 
 class PeerChannel(Channel):
@@ -131,7 +67,7 @@ class PeerChannel(Channel):
         self.cut = dict.fromkeys(peers, 0)  # pieces pushed so far
         self.offers: dict[int, deque[tuple[list[int], int, list[int]] | CutPiece]] = {peer: deque() for peer in peers}
         self.pushing: deque[PeerExchange] = deque()
-        self.flying: deque[_Flight] = deque()
+        self.flying: deque[Flight] = deque()
         self.orphans: list[object] = []  # tensors that streams may still use after a failure
         self.cramped = False  # whether a message had to come in pieces
         self.poisoned = threading.Event()
@@ -390,7 +326,7 @@ class PeerChannel(Channel):
         self._used(stream, [*work.sources, *work.targets, *work.blocks])
         while self.flying and self.flying[0].is_completed():
             self.flying.popleft()
-        self.flying.append(_Flight(self.cuda.record(stream), arrivals | sent, work.name))
+        self.flying.append(Flight(self.cuda.record(stream), arrivals | sent, work.name))
         self.monitor.watch([self.flying[-1]], f"in {work.name} for ranks {sorted({*work.arrivals, *work.sent})}")
 
     def _wait(self, stream: Any, words: Mapping[int, int], *, heeds_poison: bool) -> None:
@@ -462,7 +398,7 @@ class PeerChannel(Channel):
             if not self._order({base + self.words.poison: 1 for base in bases}):
                 return
             ends = [
-                _Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits, self.landing)
+                Flight(self.cuda.record(stream), {}) for stream in (*self.copies.values(), self.credits, self.landing)
             ]
             while not all(item.is_completed() for item in (*self.flying, *ends)):
                 words = {self.base + self.words.arrival(p): epoch(n + AHEAD) for p, n in self.posted.items()}

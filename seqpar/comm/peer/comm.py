@@ -13,9 +13,10 @@ from seqpar.comm.arguments import PATIENCE
 from seqpar.comm.base import CommBase, WorkBase, process_group
 from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.local import LocalComm
-from seqpar.comm.peer.channel import PeerChannel, PeerExchange
+from seqpar.comm.peer.channel import PeerChannel
 from seqpar.comm.peer.cuda import Cuda
 from seqpar.comm.peer.memory import agreed
+from seqpar.comm.peer.pieces import PeerExchange
 from seqpar.comm.protocol import NO_FACTS, PeerError, Stats, Tag, Work, checked_sides, refuse_capture
 from seqpar.comm.shm import ShmComm
 

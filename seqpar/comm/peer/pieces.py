@@ -20,7 +20,7 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.peer.cuda import row_major
 from seqpar.comm.peer.pool import ALIGNMENT
-from seqpar.comm.protocol import DIMS
+from seqpar.comm.protocol import DIMS, Tag
 
 CUT = -1  # the first stride of an offer for a piece; two numbers follow: its first element and its number of elements
 SHARE = 8  # 1/8 of the memory that peers write is for pieces
@@ -98,3 +98,40 @@ def box(x: Tensor, begin: int, elements: int) -> Tensor:
     while (below := x.numel() // x.shape[0]) > elements:
         x, begin = x[begin // below], begin % below
     return x[begin // below : (begin + elements) // below]
+
+
+@dataclass(eq=False)
+class PeerExchange:
+    """One exchange in progress, with all its tensors. Peers are the channel's ranks."""
+
+    tag: Tag
+    ready: Any = None  # event: tensors to send are written, tensors to receive may be
+    sends: dict[int, deque[tuple[list[int], Tensor]]] = field(default_factory=dict)  # tensors still to be pushed
+    begun: set[int] = field(default_factory=set)  # peers whose copy stream has waited for its credit
+    credited: set[int] = field(default_factory=set)  # those where whole messages may be written
+    arrivals: dict[int, int] = field(default_factory=dict)  # peer -> offers to it that will have been used
+    sent: dict[int, int] = field(default_factory=dict)
+    blocks: list[Tensor] = field(default_factory=list)  # of the pool, received into
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (target, block)
+    staged_bytes: int = 0
+    pieces: int = 0  # that have not been copied out of their buffers
+    landed: Any = None  # event: all pieces have been
+    sources: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The exchange in words."""
+        return str(self.tag)
+
+
+class Flight(NamedTuple):
+    """Waits of a stream for a call, address of a word -> epoch; they are over when `event` is."""
+
+    event: Any
+    words: dict[int, int]
+    call: str = ""
+
+    def is_completed(self) -> bool:
+        """Whether the waits are over."""
+        return bool(self.event.query())
