@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# the versions that are installed
+CONSTRAINTS ?= constraints.txt
 # of the tests: one more than CI has cores, as some tests wait
 WORKERS ?= 3
 
@@ -19,7 +21,7 @@ GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard 
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick exhaustive binaries soak bits results docs links gpu sanitize lint setup clean
+.PHONY: demo test quick newest oldest exhaustive binaries soak bits results docs links gpu sanitize lint setup clean
 
 # with less than the tests need, unless that is installed
 demo: $(or $(wildcard $(READY)),$(SMALL))
@@ -31,6 +33,16 @@ test: $(READY) $(TIMM)
 # the geometry, and a case of every op and comm: a minute, for who changes something
 quick: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "quick and not exhaustive" $(ARGS)
+
+# before a release: the suite and the table of architectures with the newest releases, or with the lowest versions that
+# pyproject.toml names, in a folder of their own; each downloads several GB, and the lowest need Python 3.10 or 3.11.
+# pyarrow, of trl, needs NumPy 2 since 26, and its wheels do not say so.
+newest oldest:
+	rm -rf .venv-$@
+	mkdir .venv-$@
+	$(if $(filter oldest,$@),grep -oE '[a-z-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed -E 's/\[.*\]//; s/>=/==/; $$a pyarrow<26') > .venv-$@/versions
+	PIP_CONSTRAINT=/dev/null $(MAKE) test VENV=.venv-$@ CONSTRAINTS=.venv-$@/versions EXTRAS=test
+	.venv-$@/bin/python -m bench.cpu.architectures --show
 
 exhaustive: $(READY) $(OLDEST_TRITON) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "(exhaustive or hypothesis) and not binaries" --timeout 0 --hypothesis-profile=search $(ARGS)
@@ -87,8 +99,8 @@ $(SMALL): EXTRAS := cli,plot
 $(READY) $(SMALL): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"seqpar needs Python >= 3.10, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=... chooses another")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt pip setuptools wheel numpy torch
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) pip setuptools wheel numpy torch
+	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) --no-build-isolation -e '.[$(EXTRAS)]'
 	$(if $(filter dev,$(EXTRAS)),$(BIN)/python -W ignore -c 'from tests.programs import import_libraries; import_libraries()')
 	@touch $@
 
@@ -98,9 +110,9 @@ $(VENV)/triton-3.6: | $(READY)
 
 # timm and the torchvision that it needs, beside what is installed: pyproject.toml says why.
 $(TIMM): constraints.txt | $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade -c $(CONSTRAINTS) --target $@ timm torchvision
 	@touch $@
 
 clean:
-	rm -rf $(VENV) seqpar/_C.abi3.so build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest .venv-oldest seqpar/_C.abi3.so build dist out *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find seqpar tests bench examples -name __pycache__ -prune -exec rm -rf {} +

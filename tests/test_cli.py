@@ -385,7 +385,7 @@ def test_doctor_says_what_works_and_why_the_rest_does_not(capsys: pytest.Capture
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
     assert found["versions"]["seqpar"] == seqpar.__version__
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # which may go on with the build, +cu132
     assert found["devices"]["cpu"] is None
     assert found["kernels"]["reference"] is None
     assert found["transports"]["LocalComm (threads)"] is None

@@ -2,6 +2,7 @@
 
 python -m bench.cpu.architectures                 # all of them, to bench/results/architectures.json and docs/
 python -m bench.cpu.architectures llama lfm2      # some of them, to the terminal alone
+python -m bench.cpu.architectures --show          # all of them, to the terminal alone, as for another release
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from bench.cpu.architectures_page import page
 from bench.lib import records
 from tests.ecosystem.architectures import TABLE
-from tests.ecosystem.ways import RANKS, TOLERANCE, verdict, ways
+from tests.ecosystem.ways import FIT, RANKS, TOLERANCE, verdict, ways
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
@@ -31,7 +32,9 @@ PAGE = Path(__file__).parents[2] / "docs/architectures.md"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(TABLE)}")
-    names = parser.parse_args().names or list(TABLE)
+    parser.add_argument("--show", action="store_true", help="write nothing, and fail where one is wrong")
+    args = parser.parse_args()
+    names = args.names or list(TABLE)
     if unknown := sorted(set(names) - TABLE.keys()):
         parser.error(f"unknown: {', '.join(unknown)}")
     warnings.filterwarnings("ignore")
@@ -47,6 +50,8 @@ def main() -> None:
             print(f"{name:24}{way:20}{each:10}{said:.150}", flush=True)
     for each, count in counts.items():
         print(f"{each}: {', '.join(f'{number} {kind}' for kind, number in count.most_common())}")
+    if args.show:
+        parser.exit(any(counts[each].keys() - set(FIT) for each in DTYPES))
     if set(names) == TABLE.keys():
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         tolerance = {each: TOLERANCE[dtype] for each, dtype in DTYPES.items()}
