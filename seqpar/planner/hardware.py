@@ -248,17 +248,8 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
     optional = {"node", "reserve", "hidden", "kernel", "assumed", "hop", "channels"}
     missing = sorted(set(known) - set(data) - optional)
     if unknown or missing:
-        raise ValueError(
-            f"{what} has "
-            + " and ".join(
-                part
-                for part in (
-                    f"unknown keys {', '.join(unknown)}" if unknown else "",
-                    f"no {', '.join(missing)}" if missing else "",
-                )
-                if part
-            )
-        )
+        found = [f"unknown keys {', '.join(unknown)}"] * bool(unknown) + [f"no {', '.join(missing)}"] * bool(missing)
+        raise ValueError(f"{what} has {' and '.join(found)}")
 
 
 # DistCA's table of FlashAttention-2 on an H100 (64 query heads of 128, documents of 64 to 64k tokens on 1 to 8 ranks)
