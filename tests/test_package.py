@@ -90,7 +90,7 @@ ORDER = {
         __init__
     """,
     "ops": """
-        core core/ahead core/regions core/compared core/agreement core/repetition core/autocast
+        core core/precompute core/regions core/compared core/agreement core/repetition core/autocast
         core/device core/handles core/collective_op
         move move/pack
         attention attention/signature attention/source attention/rows attention/call
@@ -112,11 +112,11 @@ ORDER = {
     "integrations": """
         adapters hf hf/config
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/sizes hf/shape hf/planning hf/ahead hf/attention hf/registry
+        hf/mask hf/forward hf/sizes hf/shape hf/planning hf/prefetch hf/attention hf/registry
         hf/generation
         hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
         hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
-        hf/experts hf/heads hf/positions hf/rotary hf/unlisted
+        hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
         hf/own_configs hf/afterwards hf/request hf/outputs hf/layer_plans hf/reading hf/handle hf/model hf/vision

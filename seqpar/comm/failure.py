@@ -106,7 +106,7 @@ class RootCause:
         return self._patiently(follow) or [peer]
 
     def asked(self) -> bool:
-        """Whether a rank asks whom the others wait for. On the calling thread: not for one that others wait for."""
+        """Whether some rank has asked for the chain of waits. Blocks on the store; not for a thread others wait on."""
         return bool(self._store.check([f"{self._key}/asked"]))
 
     def answer(self, peer: int) -> None:

@@ -17,7 +17,7 @@ from seqpar.data.share import Planner, Share, choose, take
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import BatchUnion, announce
 from seqpar.facts.value import integer
-from seqpar.ops.core.ahead import attention_seen, recurrent_seen
+from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.planner import MicroBatch
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
             values = *known.own.tensors.values(), *known.own.others.values()
             return known, Snapshot(values), thread.submit(_chosen, known, comm, planner)
 
-        for (known, snapshot, planned), last in begun_ahead(begin, depth):
+        for (known, snapshot, planned), last in with_lookahead(begin, depth):
             chosen = planned.result()
             if not snapshot.holds():  # all ranks raise it, as an error of the planner
                 chosen = ValueError(OVERWRITTEN)
@@ -82,12 +82,12 @@ def _chosen(known: BatchUnion, comm: Comm, planner: Planner | None) -> list[Micr
     chosen = choose(known, comm.size, planner)
     if not isinstance(chosen, Exception):
         for part in chosen:
-            attention_seen.derive(part.plan, comm)
-            recurrent_seen.derive(part.plan, comm)
+            recent_attention.derive(part.plan, comm)
+            recent_recurrent.derive(part.plan, comm)
     return chosen
 
 
-def begun_ahead(begin: Callable[[Sequence[T]], T | None], depth: int) -> Epoch[T]:
+def with_lookahead(begin: Callable[[Sequence[T]], T | None], depth: int) -> Epoch[T]:
     """The items that `begin` returns until it returns None; the next `depth` are begun before each is yielded.
 
     begin: is given the items that wait. Its error is raised at the turn of its item; at once if it says that what a

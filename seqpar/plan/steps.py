@@ -99,7 +99,7 @@ class Part(Memo):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Keys that travel with one step for the next one: they enter this rank's node here, and are forwarded from here.
+    """Keys that enter this rank's node one step before they are used, and are forwarded to its other ranks from here.
 
     sends: peer -> inside key rows. recvs: peer -> rows of the entry, consecutive and in this order. place: the rows of
     the next step's buffer that the entry's rows fill; this rank sees all of them.

@@ -66,7 +66,7 @@ def check_travel(call: str, travel: object, ways: Sequence[str]) -> None:
 
 
 def hops(runs: DocumentRuns) -> int:
-    """How often the state of the document with most runs passes from rank to rank."""
+    """The longest chain of hand-offs of a state from rank to rank."""
     return max(0, int(np.bincount(runs.document).max(initial=0)) - 1)
 
 

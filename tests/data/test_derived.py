@@ -17,7 +17,7 @@ from seqpar.data import prefetch
 from seqpar.kernels.memory.upload import UploadBuffer
 from seqpar.kernels.triton import Triton
 from seqpar.ops.attention import op
-from seqpar.ops.core.ahead import SeenCalls
+from seqpar.ops.core.precompute import RecentCalls
 from seqpar.plan import steps as plan_steps
 from seqpar.plan.derive import Derived
 from seqpar.testing import run_threads
@@ -81,7 +81,7 @@ def test_after_prefetch_a_call_derives_nothing_and_uploads_once(derives: bool, m
     ):  # fmt: skip
         counted(owner, name)
     if not derives:
-        monkeypatch.setattr(prefetching, "attention_seen", SeenCalls(0))
+        monkeypatch.setattr(prefetching, "recent_attention", RecentCalls(0))
     found = run_threads(2, steps, counts)
     for rank in range(2):
         first, *later = (counts[f"rank {rank} step {step}"] for step in range(3))
@@ -92,6 +92,6 @@ def test_after_prefetch_a_call_derives_nothing_and_uploads_once(derives: bool, m
         else:
             assert later[1] == first
     if derives:
-        monkeypatch.setattr(prefetching, "attention_seen", SeenCalls(0))
+        monkeypatch.setattr(prefetching, "recent_attention", RecentCalls(0))
         for one, other in zip(found, run_threads(2, steps, counts), strict=True):
             assert all(torch.equal(x, y) for a, b in zip(one, other, strict=True) for x, y in zip(a, b, strict=True))

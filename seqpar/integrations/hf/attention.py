@@ -21,7 +21,7 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.hf.config import ASKED, mixing_layers, slices_masks, unserved_attention
 from seqpar.integrations.hf.forward import Forward, current, dropped, inside, note_caller
-from seqpar.integrations.hf.mask import Rule, Unmade, blocks_of, rule_of
+from seqpar.integrations.hf.mask import Rule, UnsupportedMask, blocks_of, rule_of
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.signature import Numerics
 from seqpar.ops.core.collective_op import layer_calls
@@ -108,17 +108,17 @@ def _mask(
             plan = state.make(around.plan, rule)
         else:
             plan = state.blocked(around.plan, rule, ids)
-    except Unmade as error:
+    except UnsupportedMask as error:
         return error.with_traceback(None)  # whose frames hold the batch
     made = handle(plan, around.comm, around.seed)
     return made.view(1, 1, 1, 1) if config is not None and slices_masks(config) else made
 
 
-def left_out(rule: Rule, config: PreTrainedConfig | None) -> Unmade | None:
+def left_out(rule: Rule, config: PreTrainedConfig | None) -> UnsupportedMask | None:
     """The error for a causal mask of layers that are not: "sdpa" leaves such a mask out, and "eager" heeds it."""
     if not rule.causal or rule.block or getattr(config, "use_bidirectional_attention", None) not in (True, "all"):
         return None
-    return Unmade(
+    return UnsupportedMask(
         "layers that see ahead (use_bidirectional_attention=True) got a causal mask, which 'sdpa' leaves out where no "
         "row is padded, and 'eager' never; give token_type_ids, 0 for tokens that see each other and 1 for others, or "
         "load it with use_bidirectional_attention=False in the config of its text model"
@@ -156,7 +156,7 @@ def attention_function(
     if not torch.compiler.is_compiling():
         layer_calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
         note_caller(module)
-    if isinstance(attention_mask, Unmade):
+    if isinstance(attention_mask, UnsupportedMask):
         raise attention_mask
     if isinstance(attention_mask, Tensor) and attention_mask.shape == (1, 1, 1, 1):
         attention_mask = attention_mask.view(())

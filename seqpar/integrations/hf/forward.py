@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.mask import Rule, Unmade
+from seqpar.integrations.hf.mask import Rule, UnsupportedMask
 from seqpar.plan import Plan
 
 
 def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
-    """The plan with the mask of a layer, as of `Rule.under`; cached. Raises: Unmade."""
+    """The plan with the mask of a layer, as of `Rule.under`; cached. Raises: UnsupportedMask."""
     if plan.kv_layout is not plan.layout:
-        raise Unmade("a model has its keys where its queries are, and the plan has a kv_layout; leave kv_layout out")
+        raise UnsupportedMask(
+            "a model has its keys where its queries are, and the plan has a kv_layout; leave kv_layout out"
+        )
     key = ("rule", rule, stated)
     return plan.memo(key, lambda: plan.with_mask(rule.under(plan.mask, stated=stated)))  # type: ignore[no-any-return]
 
@@ -38,7 +40,7 @@ class Forward(NamedTuple):
     drops: bool = True  # whether attention drops pairs in training
 
 
-class Noted(NamedTuple):
+class MaskPlaceholder(NamedTuple):
     """In place of a mask, until rows are shared: the padding mask [B, S] that was handed over with it, or None."""
 
     padding: Tensor | None
@@ -50,7 +52,7 @@ def padding_of(mask: Any) -> Tensor | None:
     Raises: NotImplementedError for masks that `Forward.note` did not see.
     """
     masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-    if masks and all(isinstance(each, Noted) for each in masks):
+    if masks and all(isinstance(each, MaskPlaceholder) for each in masks):
         return masks[0].padding
     if isinstance(mask, dict):
         raise NotImplementedError("attention_mask has masks that were made elsewhere; give a mask [B, S] of 0 and 1")

@@ -16,7 +16,6 @@ from seqpar.data.batch import Reading, read
 from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.integrations.hf.afterwards import Afterwards
-from seqpar.integrations.hf.ahead import Plans, prefetched
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, left_out, numbered
 from seqpar.integrations.hf.config import text_of
 from seqpar.integrations.hf.forward import planned
@@ -28,17 +27,18 @@ from seqpar.integrations.hf.mask import Blocks, Rule
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.planning import ModelPlanner
+from seqpar.integrations.hf.prefetch import Plans, prefetched
 from seqpar.integrations.hf.reading import Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.registry import implementation, register
-from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, ItemCounts, Served
+from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, ItemCounts, SupportedCalls
+from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import ModelFit
-from seqpar.integrations.hf.unlisted import rewritten
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement
-from seqpar.ops.core.ahead import attention_seen, recurrent_seen
+from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.plan import Plan
 from seqpar.train.loop import Loop
 
@@ -98,7 +98,7 @@ class TransformerHandle(ParallelModel):
             self._plans = Plans(lambda lengths, ranks, *_: plan(lengths, ranks), None)
         self._layers = LayerPlans(type(model).__name__, comm, self._blocks, stated=self._plans.repeats)
         self._afterwards = Afterwards(model, KEY, self.fit.calls)
-        self._served = Served(model, comm, self.fit, self.entries, average_over, self._afterwards)
+        self._supported = SupportedCalls(model, comm, self.fit, self.entries, average_over, self._afterwards)
         replicated = source == "replicated"
         self._reader = Reader(
             model, self.fit, planner, self._check, entries=self.entries, optional=self.optional, replicated=replicated
@@ -122,7 +122,7 @@ class TransformerHandle(ParallelModel):
         if numerics != Numerics():
             for module in model.modules():
                 self._undone.enter_context(replaced(module, {NUMERICS: numerics}))
-        for module, written in rewritten(model):
+        for module, written in replacements(model):
             self.put_around(module, written.replacement, written.method)
         fit = fitting(model)
         for rule in fit.rules if self.text is model else ():
@@ -158,15 +158,15 @@ class TransformerHandle(ParallelModel):
 
     def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a loader's batch that tell its documents."""
-        unread = OF_LOSS if self.fit.at_home is not None else ()
+        unread = OF_LOSS if self.fit.local_head is not None else ()
         return {name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch and name not in unread}
 
     def _derive(self, plan: Any) -> None:
         """Derive from a plan made ahead what the layers derive; a plan that is refused later is left alone."""
         if isinstance(plan, Plan) and plan.ranks == self.comm.size and plan.kv_layout is plan.layout:
             for rule in tuple(self._layers.known):
-                attention_seen.derive(planned(plan.padded(), rule, stated=self._plans.repeats), self.comm)
-            recurrent_seen.derive(of_documents(plan.padded()), self.comm)
+                recent_attention.derive(planned(plan.padded(), rule, stated=self._plans.repeats), self.comm)
+            recent_recurrent.derive(of_documents(plan.padded()), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerHandle:
         """Raise: a copy's forward would be the model's own, weights and all."""
@@ -203,8 +203,8 @@ class TransformerHandle(ParallelModel):
         raise NotImplementedError
 
     def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
-        """Settle the arguments of a call; raises as `Served.check`."""
-        self._served.check(module, arguments, self._head)
+        """Settle the arguments of a call; raises as `SupportedCalls.check`."""
+        self._supported.check(module, arguments, self._head)
 
     def _blocks(self, rule: Rule) -> tuple[Rule, Blocks | None]:
         """The blocks of tokens that see each other whole under a rule, and the rule with them."""

@@ -29,8 +29,8 @@ ROWS = 3  # of the trial
 SINGLE, REGRESSION, SEVERAL = "single_label_classification", "regression", "multi_label_classification"
 
 
-class AtHome(NamedTuple):
-    """The findings on a head that runs at home.
+class LocalHead(NamedTuple):
+    """Facts on a head that pools, and so runs on each rank's own batch.
 
     loss: why its loss cannot be shared, or "". left: whether it reads padding on the left. masked: whether it reads
     tokens that attention_mask leaves out if they are not the padding token. last: whether it reads padding on the right
@@ -44,7 +44,7 @@ class AtHome(NamedTuple):
     counted: bool = True
 
 
-def tried(model: PreTrainedModel) -> AtHome | str:
+def tried(model: PreTrainedModel) -> LocalHead | str:
     """The findings on a model's head, with the attention that is written out; or why it cannot run at home."""
     vocabulary = len(model.get_input_embeddings().weight)
     pad = pad_of(model)
@@ -68,7 +68,7 @@ def tried(model: PreTrainedModel) -> AtHome | str:
             return "its head depends on other rows of the batch"
     if _reads(model, right, input_ids=padded):
         return "its head reads padding"
-    return AtHome(
+    return LocalHead(
         _loss(model, padded, right), left=_reads(model, left, input_ids=ids.where(left.bool(), pad)),
         masked=_reads(model, right, input_ids=ids), last=_reads_last(model, padded, right),
         counted=not _loss(model, padded, right, num_items_in_batch=1000),
@@ -113,7 +113,7 @@ class HeadCall:
     """
 
     def __init__(
-        self, fit: AtHome, model: PreTrainedModel, comm: Comm, arguments: Mapping[str, Any], *, replaced: bool
+        self, fit: LocalHead, model: PreTrainedModel, comm: Comm, arguments: Mapping[str, Any], *, replaced: bool
     ) -> None:
         self.model, self.comm = model, comm
         self.share: Share | None = None
@@ -127,7 +127,7 @@ class HeadCall:
         except Exception as unread:
             self.error = unread
 
-    def _refused(self, fit: AtHome, arguments: Mapping[str, Any], replaced: bool) -> Exception | None:
+    def _refused(self, fit: LocalHead, arguments: Mapping[str, Any], replaced: bool) -> Exception | None:
         who, mask = type(self.model).__name__, arguments.get("attention_mask")
         if self.labels is not None:
             if reason := "its loss_function was replaced" if replaced else fit.loss:
@@ -197,7 +197,7 @@ def ranks_outside(model: PreTrainedModel, comm: Comm) -> str:
     )
 
 
-def misread(fit: AtHome, model: PreTrainedModel, mask: Tensor | None, ids: Tensor | None) -> str:
+def misread(fit: LocalHead, model: PreTrainedModel, mask: Tensor | None, ids: Tensor | None) -> str:
     """Why a head would read padding of a batch, or "". Waits for the device if there is a mask."""
     if mask is None or mask.dim() != 2 or not (fit.left or fit.masked or fit.last):
         return ""

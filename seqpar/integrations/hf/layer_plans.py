@@ -11,7 +11,7 @@ from seqpar.comm import Comm
 from seqpar.data import Share
 from seqpar.facts.mask import Mask
 from seqpar.integrations.hf.forward import planned
-from seqpar.integrations.hf.mask import Blocks, Rule, Told, stretches, united
+from seqpar.integrations.hf.mask import Blocks, MaskSummary, Rule, stretches, united
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.plan import Plan
 
@@ -56,7 +56,7 @@ class LayerPlans:
         every = np.concatenate(self.comm.gather(f"{self.who}.forward: blocks of tokens", numbers))
         at = np.concatenate([plan.layout.positions(rank) for rank in range(self.comm.size)])
         lengths = plan.mask.lengths
-        told = Told({}, *stretches(every[np.argsort(at)], np.repeat(np.arange(lengths.size), lengths)))
+        told = MaskSummary({}, *stretches(every[np.argsort(at)], np.repeat(np.arange(lengths.size), lengths)))
         blocks = united([told], [lengths])[1]
         if not blocks.starts.size:
             return self._layer(own, plan, rule._replace(block=""))

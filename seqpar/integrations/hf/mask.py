@@ -22,7 +22,7 @@ from seqpar.facts.value import Ints
 MODULE = "transformers.masking_utils"
 
 
-class Unmade(NotImplementedError):
+class UnsupportedMask(NotImplementedError):
     """Why a mask cannot be made. It stands in the place of the mask: a layer that uses it raises it, if any does."""
 
 
@@ -72,10 +72,10 @@ class Rule(NamedTuple):
         causal. Any other mask is that of causal layers without limits. In a tree a window counts along the path.
         stated: whether the mask states documents alone, whichever it is.
 
-        Raises: Unmade for other rules and masks, and for blocks, which a plan does not tell.
+        Raises: UnsupportedMask for other rules and masks, and for blocks, which a plan does not tell.
         """
         if self.block:
-            raise Unmade(
+            raise UnsupportedMask(
                 "a layer sees blocks of tokens, such as images, to their end; give the whole model to "
                 "seqpar.parallelize(model, comm), and ordinary batches with token_type_ids"
             )
@@ -90,9 +90,9 @@ class Rule(NamedTuple):
             raise self.unlike(mask)
         return mask
 
-    def unlike(self, mask: Mask) -> Unmade:
+    def unlike(self, mask: Mask) -> UnsupportedMask:
         """The error for a layer with this rule under a plan with that mask."""
-        return Unmade(
+        return UnsupportedMask(
             f"a layer sees keys by {self}, and the plan has {mask!r}: causal layers without limits compute it, and of "
             "a tree those with a window; make the plan with Mask(lengths), and each layer sees keys by its own rule"
         )
@@ -138,7 +138,7 @@ class Blocks(NamedTuple):
         return Mask.from_bounds(lo, hi, lengths=causal.lengths)
 
 
-class Told(NamedTuple):
+class MaskSummary(NamedTuple):
     """The masks of a rank. rules: each without blocks, and how it has them. starts, lengths, numbers: of its blocks."""
 
     rules: dict[Rule, str]
@@ -155,7 +155,7 @@ def stretches(ids: Ints, document: Ints) -> tuple[Ints, Ints, Ints]:
     return begin[inside], size[inside], number[inside]
 
 
-def united(every: list[Told], lengths: list[Ints]) -> tuple[dict[Rule, str], Blocks]:
+def united(every: list[MaskSummary], lengths: list[Ints]) -> tuple[dict[Rule, str], Blocks]:
     """The rules of all ranks, and the blocks of the union, cut where documents end. lengths: of each rank's documents.
 
     Raises: NotImplementedError for ranks whose masks have blocks in two ways, and for blocks in several stretches.

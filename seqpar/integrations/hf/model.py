@@ -30,7 +30,7 @@ from seqpar.data.union import announce
 from seqpar.foreign.wrap import PARALLEL, replaced
 from seqpar.integrations.hf.forward import Forward, during
 from seqpar.integrations.hf.handle import TransformerHandle
-from seqpar.integrations.hf.heads import AtHome, HeadCall
+from seqpar.integrations.hf.heads import HeadCall, LocalHead
 from seqpar.integrations.hf.outputs import graphs
 from seqpar.integrations.hf.positions import SHARES
 from seqpar.integrations.hf.reading import BatchCall
@@ -87,8 +87,8 @@ class ParallelTransformer(TransformerHandle):
                 return before(*args, **named)
             if whole:
                 self._afterwards.note_passed()
-                if self.fit.at_home is not None:
-                    return self._at_home(self.fit.at_home, before, args, named)
+                if self.fit.local_head is not None:
+                    return self._local_head_forward(self.fit.local_head, before, args, named)
             return self._forward(module, before, args, named)
 
         self._afterwards.note_forward(module, forward)
@@ -190,7 +190,9 @@ class ParallelTransformer(TransformerHandle):
         return results
 
     @partial(torch.compiler.disable, recursive=False)
-    def _at_home(self, fit: AtHome, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _local_head_forward(
+        self, fit: LocalHead, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
         arguments = dict(zip(parameters(type(self.model)), args)) | named
         call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._afterwards.loss_replaced)

@@ -17,13 +17,13 @@ from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weigh
 from seqpar.integrations.hf.heads import POOLER, pooled_of
 from seqpar.integrations.hf.logits import mean_of_rows, softcapped
 from seqpar.integrations.hf.request import Request
+from seqpar.integrations.hf.rewritten_attention import rewritten_attention
 from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, ModelFit
-from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy
 from seqpar.train.sums import reported, sum_under
 
-TOLD = 3  # last rows, whose logits tell if the head alone makes them; those of a padding token may be 0
+CHECKED_ROWS = 3  # last rows, whose logits tell if the head alone makes them; those of a padding token may be 0
 
 
 class Outputs(NamedTuple):
@@ -69,7 +69,7 @@ class Outputs(NamedTuple):
             results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
         if results.get(LOGITS) is not None:
             results[LOGITS] = self._router_logits(own, results[LOGITS]) if asked.logits else None
-        if self.fit.recurrent or unlisted(self.model):
+        if self.fit.recurrent or rewritten_attention(self.model):
             _keep_with(results, own.plan)
         whole = type(out)(**results)
         return whole if asked.return_dict else whole.to_tuple()
@@ -93,7 +93,7 @@ class Outputs(NamedTuple):
         if hidden is not None:
             assert self.fit.head is not None
             head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
-            if asked.tells and logits is not None:
+            if asked.verify_logits and logits is not None:
                 with torch.no_grad():
                     last = rows[len(rows) - logits.shape[1] :]
                     self.afterwards.check_logits(logits[0], softcapped(head(last), self.fit.softcap))

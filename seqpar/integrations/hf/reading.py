@@ -17,7 +17,7 @@ from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit
 from seqpar.integrations.hf.config import ASKED, text_of
 from seqpar.integrations.hf.heads import HeadCall
 from seqpar.integrations.hf.logits import ask_trainer, loss_alone, softcap_of, tokens_of
-from seqpar.integrations.hf.outputs import TOLD
+from seqpar.integrations.hf.outputs import CHECKED_ROWS
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import (
     BY_TOKENS,
@@ -33,9 +33,9 @@ from seqpar.integrations.hf.positions import (
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero
 from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.request import COUNT, DOCUMENTS, OF_LOSS, Request, count_of, parameters
+from seqpar.integrations.hf.rewritten_attention import sees_places
 from seqpar.integrations.hf.rotary import lengthy
 from seqpar.integrations.hf.trial.runs import ModelFit, plain
-from seqpar.integrations.hf.unlisted import sees_places
 from seqpar.ops.core.autocast import autocast_dtype
 
 Check = Callable[[PreTrainedModel, dict[str, Any]], None]
@@ -151,7 +151,7 @@ class Reader:
         if own.places is not None:
             self._check_holes()
         asked = call.request
-        asked = asked._replace(tells=asked.chunked and bool(len(own.positions)) and scaled)
+        asked = asked._replace(verify_logits=asked.chunked and bool(len(own.positions)) and scaled)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name not in ("labels", SHARES)}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         hidden_states = call.arguments.get("output_hidden_states")
@@ -160,7 +160,7 @@ class Reader:
         if asked.routers:
             rows[ASKED] = True
         if asked.chunked:
-            rows["logits_to_keep"] = TOLD if asked.tells else own.positions.new_zeros(0)
+            rows["logits_to_keep"] = CHECKED_ROWS if asked.verify_logits else own.positions.new_zeros(0)
         return asked, rows
 
     def _check_holes(self) -> None:

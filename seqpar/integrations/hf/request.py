@@ -19,7 +19,7 @@ from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.config import ASKED, takes_any, text_of
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.forward import inside
-from seqpar.integrations.hf.heads import AtHome, HeadCall, misread, ranks_outside
+from seqpar.integrations.hf.heads import HeadCall, LocalHead, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial.runs import ModelFit
 from seqpar.private.torch import backward_pass
@@ -49,9 +49,9 @@ UNSEEN = ("seq_idx",)
 class Request(NamedTuple):
     """What a forward pass is asked for.
 
-    items: num_items_in_batch. chunked: the loss without logits. tells: whether the model makes some rows of
-    logits nevertheless, to be compared with the head's. routers: output_router_logits. recomputed: whether layers are
-    activation checkpoints.
+    items: num_items_in_batch. chunked: whether the loss is computed without logits. verify_logits: whether the model
+    computes 3 rows of logits nevertheless, to check that the head alone makes them. routers: output_router_logits.
+    recomputed: whether layers are activation checkpoints.
     """
 
     labels: bool
@@ -59,7 +59,7 @@ class Request(NamedTuple):
     return_dict: bool
     logits: bool
     chunked: bool
-    tells: bool
+    verify_logits: bool
     routers: bool
     recomputed: bool
 
@@ -157,7 +157,7 @@ class ItemCounts:
             )
 
 
-class Served(NamedTuple):
+class SupportedCalls(NamedTuple):
     """Which calls of a parallel model are served.
 
     entries: of a batch, with a value per token. afterwards: what the model was like when it was tried.
@@ -191,7 +191,7 @@ class Served(NamedTuple):
             raise head.error
         if head is None and self.fit.pooled:
             given = (arguments.get(name) for name in ("attention_mask", "input_ids"))
-            if reason := misread(AtHome(left=True), self.model, *given):
+            if reason := misread(LocalHead(left=True), self.model, *given):
                 raise NotImplementedError(
                     f"attention_mask for {who}: {reason}. Made with add_pooling_layer=False it reads none"
                 )

@@ -78,7 +78,7 @@ def length_of(batch: Mapping[str, Any]) -> int:
 def turn(
     rotary: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *rest: Any, **named: Any
 ) -> Any:
-    """What replaces a rotary embedding's forward: the angles of its positions, where another one is the longest.
+    """Replaces a rotary embedding's forward: the angles as if the longest position of all ranks were among its own.
 
     Raises: RuntimeError if it is called again in a backward pass.
     """

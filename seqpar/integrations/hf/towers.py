@@ -34,7 +34,7 @@ class Towers(NamedTuple):
     comm: Comm
 
     def blank_runs(self, what: str, own: Mapping[str, Any], error: Exception | None) -> list[Callable[[], Any]]:
-        """Runs of towers on blank inputs, of each kind that another rank has and this one has not. A collective."""
+        """Dummy runs of the towers for the modalities that only other ranks have. A collective."""
         media = {kind: self._media(kind, own) for kind in MEDIA}
         sizes = {kind: x.numel() for kind, x in media.items() if x is not None}
         every = self.comm.gather(f"{what}: images", sizes, error)
@@ -115,7 +115,7 @@ class Towers(NamedTuple):
         return projected
 
 
-class Blank(NamedTuple):
+class TensorSpec(NamedTuple):
     """The dtype and shape of a tensor that others make anew."""
 
     dtype: torch.dtype
@@ -129,12 +129,12 @@ def _shape(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     large = x.is_floating_point() and x.numel() > EXACT
-    return Blank(x.dtype, tuple(x.shape)) if large else x.detach().cpu()
+    return TensorSpec(x.dtype, tuple(x.shape)) if large else x.detach().cpu()
 
 
 def _like(told: Any, device: torch.device) -> Any:
     """The input that `_shape` tells of, or one like it of numbers that no norm divides by 0 for; None stays None."""
-    if isinstance(told, Blank):
+    if isinstance(told, TensorSpec):
         x = torch.linspace(-1, 1, int(np.prod(told.shape)), device=device)
         return x.reshape(told.shape).to(told.dtype)
     if isinstance(told, list):

@@ -32,10 +32,19 @@ from seqpar.data.rows import LABELS
 from seqpar.integrations.hf.attention import left_out
 from seqpar.integrations.hf.config import ASKED, caching
 from seqpar.integrations.hf.experts import asks, can_ask
-from seqpar.integrations.hf.forward import Forward, Noted, during, padding_of
-from seqpar.integrations.hf.mask import Blocks, Rule, Told, Unmade, blocks_of, rule_of, stretches, united
+from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, during, padding_of
+from seqpar.integrations.hf.mask import (
+    Blocks,
+    MaskSummary,
+    Rule,
+    UnsupportedMask,
+    blocks_of,
+    rule_of,
+    stretches,
+    united,
+)
 from seqpar.integrations.hf.model import ParallelTransformer
-from seqpar.integrations.hf.outputs import TOLD
+from seqpar.integrations.hf.outputs import CHECKED_ROWS
 from seqpar.integrations.hf.reading import BatchCall, output_of
 from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of
 from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
@@ -45,7 +54,7 @@ GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visua
 EXPERTS = "moe_mm_token_type_ids"  # which tokens go to the experts of images, in ERNIE 4.5 VL; 0 for text
 
 
-class Bringing:
+class VisionForward:
     """One forward on the way to the rows of its text model.
 
     module: the model that was called. given: the names of its arguments. asked: those of them that the text model does
@@ -69,24 +78,24 @@ class Bringing:
         self.own: Share | None = None
         self.refused = False
 
-    def note(self, function: Callable[..., Any], padding: Tensor | None, config: Any) -> Noted:
+    def note(self, function: Callable[..., Any], padding: Tensor | None, config: Any) -> MaskPlaceholder:
         """Keep what a mask function says until rows are shared."""
         rule, ids = rule_of(function), blocks_of(function)
         self.error = self.error or left_out(rule, config)
         same = self.ids is None or ids is None or self.ids.equal(ids)
         if not same or self.rules.setdefault(rule._replace(block=""), rule.block) != rule.block:
-            raise NotImplementedError("masks of layers have blocks of two kinds, or some of them none")
+            raise NotImplementedError("the layers disagree on which tokens attend to each other in both directions")
         self.ids = self.ids if ids is None else ids
-        return Noted(padding)
+        return MaskPlaceholder(padding)
 
-    def told(self) -> Told:
+    def summary(self) -> MaskSummary:
         """Where blocks are among this rank's tokens."""
         if self.ids is None:
-            return Told(self.rules, *[np.zeros(0, np.int64)] * 3)
+            return MaskSummary(self.rules, *[np.zeros(0, np.int64)] * 3)
         ids = self.ids.detach().cpu().numpy().astype(np.int64)
         row = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
         kept = np.ones(ids.shape, bool) if self.padding is None else self.padding.detach().cpu().numpy() != 0
-        return Told(self.rules, *stretches(ids[kept], row[kept]))
+        return MaskSummary(self.rules, *stretches(ids[kept], row[kept]))
 
 
 class ParallelVision(ParallelTransformer):
@@ -99,7 +108,7 @@ class ParallelVision(ParallelTransformer):
         *(f"{kind}_{what}" for kind in MEDIA for what in ("hidden_states", "pooler_output", "features", "outputs")),
     )  # fmt: skip
 
-    _bringing: Bringing | None = None
+    _vision: VisionForward | None = None
 
     def _install(self) -> None:
         super()._install()
@@ -119,43 +128,43 @@ class ParallelVision(ParallelTransformer):
         self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         if module is not self.text:
-            return before(*args, **named) if self._bringing else self._bring(module, before, args, named)
-        if self._bringing is None:  # the text model by itself
+            return before(*args, **named) if self._vision else self._whole_forward(module, before, args, named)
+        if self._vision is None:  # the text model by itself
             return super()._forward(module, before, args, named)
-        bringing = self._bringing
-        rows = self._rows(bringing, args, named)
-        return self._run(before, bringing.own, rows)
+        state = self._vision
+        rows = self._rows(state, args, named)
+        return self._run(before, state.own, rows)
 
     def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         super()._keep_hidden(module, args, out)
-        keep = None if self._bringing is None else self._bringing.keep
+        keep = None if self._vision is None else self._vision.keep
         if keep is not None:  # Gemma 4's own code cuts rows only where they are as many as the batch is wide
             out.last_hidden_state = out.last_hidden_state[:, slice(-keep, None) if isinstance(keep, int) else keep]
 
     @partial(torch.compiler.disable, recursive=False)
-    def _bring(
+    def _whole_forward(
         self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        bringing, own, chunked = self._asked(module, args, named)
+        state, own, chunked = self._asked(module, args, named)
         hidden: list[Tensor] | None = [] if chunked else None
-        self._hidden, kept, self._bringing = hidden, self._hidden, bringing
+        self._hidden, kept, self._vision = hidden, self._hidden, state
         try:
-            with during(Forward(note=bringing.note)):
+            with during(Forward(note=state.note)):
                 out = before(**own)
-            if bringing.own is None:
+            if state.own is None:
                 raise NotImplementedError(f"{type(module).__name__} did not call its {type(self.text).__name__}")
-            return self._home(module, bringing.call, bringing.own, out, hidden)
+            return self._home(module, state.call, state.own, out, hidden)
         except BaseException as error:  # Ctrl-C too
-            if not bringing.refused:
+            if not state.refused:
                 self._fail(error)
             raise
         finally:
-            self._hidden, self._bringing = kept, None
+            self._hidden, self._vision = kept, None
 
     @uncompiled
     def _asked(
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[Bringing, dict[str, Any], bool]:
+    ) -> tuple[VisionForward, dict[str, Any], bool]:
         """The forward to come, the arguments of the model's own code, and whether its loss needs no logits."""
         own = arguments_of(module, args, named)
         given, who = frozenset(own), type(module).__name__
@@ -182,14 +191,14 @@ class ParallelVision(ParallelTransformer):
         own |= {"return_dict": True} | caching(self.model) | ({ASKED: False} if asking else {})
         if chunked:
             none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-            own["logits_to_keep"] = TOLD if self._afterwards.scaled else none
-        return Bringing(module, given, asked, blank, own.get("logits_to_keep")), own, chunked
+            own["logits_to_keep"] = CHECKED_ROWS if self._afterwards.scaled else none
+        return VisionForward(module, given, asked, blank, own.get("logits_to_keep")), own, chunked
 
     @uncompiled
-    def _rows(self, bringing: Bringing, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    def _rows(self, state: VisionForward, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which the text model computes this rank's rows."""
-        if bringing.call is not None:
-            raise NotImplementedError(f"{type(bringing.module).__name__} calls its text model more than once")
+        if state.call is not None:
+            raise NotImplementedError(f"{type(state.module).__name__} calls its text model more than once")
         given = arguments_of(self.text, args, named)
         given.pop("logits_to_keep", None)  # of the head, which some hand on
         if "inputs_embeds" not in given and "input_ids" in given:
@@ -199,24 +208,24 @@ class ParallelVision(ParallelTransformer):
         try:
             given = _with_rows(given)
         except NotImplementedError as error:
-            bringing.error = error
-        bringing.padding = given.get("attention_mask")
+            state.error = error
+        state.padding = given.get("attention_mask")
         try:
             with during(None):
-                bringing.call, bringing.own, rows = self._share(bringing.module, (), given | bringing.asked)
+                state.call, state.own, rows = self._share(state.module, (), given | state.asked)
         except BaseException:
-            bringing.refused = True
+            state.refused = True
             raise
         rows.pop("logits_to_keep", None)
-        source = bringing.own.source
+        source = state.own.source
         if source is not None and not source.tokens(self.comm.rank):  # its embeddings and towers have gradients of 0
             rows["inputs_embeds"] = rows["inputs_embeds"] + zero_of([given[n] for n in self.entries if n in given])
         return _without_rows(rows)
 
     def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
-        bringing = self._bringing
-        if bringing is not None:
-            known = {*self.entries, *DOCUMENTS, *OPTIONS, *UNSEEN, *bringing.given}
+        state = self._vision
+        if state is not None:
+            known = {*self.entries, *DOCUMENTS, *OPTIONS, *UNSEEN, *state.given}
             if made := sorted(arguments.keys() - known):
                 raise NotImplementedError(
                     f"{type(module).__name__} hands {', '.join(made)} to its {type(self.text).__name__}, which seqpar "
@@ -224,37 +233,37 @@ class ParallelVision(ParallelTransformer):
                     "rank"
                 )
         super()._check(module, arguments)
-        if bringing is not None and bringing.error is not None:
-            raise bringing.error
+        if state is not None and state.error is not None:
+            raise state.error
 
     def _gather(self, call: BatchCall, value: Any, error: Exception | None) -> list[Any]:
-        bringing = self._bringing
-        if bringing is None:
+        state = self._vision
+        if state is None:
             return super()._gather(call, value, error)
-        every = super()._gather(call, (value, None if error else bringing.told()), error)
+        every = super()._gather(call, (value, None if error else state.summary()), error)
         ranks = every[:1] if self.source == "replicated" else every
         lengths = [np.frombuffer(announced[0], np.int64) for announced, _ in ranks]
-        bringing.rules, bringing.blocks = united([told for _, told in ranks], lengths)
+        state.rules, state.blocks = united([summary for _, summary in ranks], lengths)
         return [announced for announced, _ in every]
 
     def _blocks(self, rule: Rule) -> tuple[Rule, Blocks | None]:
-        bringing = self._bringing
-        if bringing is None or not bringing.rules:
+        state = self._vision
+        if state is None or not state.rules:
             return rule, None
-        if rule not in bringing.rules:  # of layers that a config may have and this one has not
-            raise Unmade(
-                f"{type(self.model).__name__} makes masks for {list(bringing.rules)}, and a layer of its text model "
+        if rule not in state.rules:  # of layers that a config may have and this one has not
+            raise UnsupportedMask(
+                f"{type(self.model).__name__} makes masks for {list(state.rules)}, and a layer of its text model "
                 f"uses {rule}; train it with data parallelism, whole sequences on each rank"
             )
-        block, blocks = bringing.rules[rule], bringing.blocks
+        block, blocks = state.rules[rule], state.blocks
         if not block or blocks is None or not blocks.starts.size:
             return rule, None
         return rule._replace(block=block), blocks
 
     def _taken_blank(self) -> list[Callable[[], Any]]:
-        if self._bringing is None:
+        if self._vision is None:
             return []
-        taken, self._bringing.blank = self._bringing.blank, []
+        taken, self._vision.blank = self._vision.blank, []
         return taken
 
     def _add_blank(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:

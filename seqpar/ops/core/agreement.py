@@ -76,9 +76,9 @@ class agreement:
 
 
 class errors_on_all_ranks:
-    """``with errors_on_all_ranks(what, comm):`` the checks of a verb before its agreement.
+    """``with errors_on_all_ranks(what, comm):`` an error of a verb's local checks reaches all ranks.
 
-    An error inside is raised on this rank, and quoted on every other, as in `agreement`. While a graph is traced it is
+    It is raised on this rank, and quoted on every other, as in `agreement`. While a graph is traced it is
     raised on this rank alone, as is that of a transform of `torch.func`.
     """
 

@@ -54,8 +54,8 @@ TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 class LayerCalls(threading.local):
     """The layers' calls of this thread, those of compiled graphs included.
 
-    begun: of attention; also those that are refused, and those of a model whose checkpoint has the result. run: of
-    attention and recurrences; those that an op has run. verbs: of all verbs, and of their backward passes too.
+    begun: attention calls entered, including refused ones and those whose result a checkpoint already has. run: calls
+    of attention and recurrences that an op has run. verbs: calls of all verbs, backward passes included.
     """
 
     begun = run = verbs = 0

@@ -19,10 +19,10 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.attention.source import plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys, plan_fact
-from seqpar.ops.core.ahead import recurrent_seen
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import Tensors, check_dense
 from seqpar.ops.core.compared import element_hash
+from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent import blocks, whole
 from seqpar.ops.recurrent.call import LinearCall, tables_of, way_of_layer
@@ -76,7 +76,7 @@ def computed(
         check_travel(name, travel, LAYER_WAYS)
         v, (*_, rates, initial) = tensors[2], tensors
         way = way_of_layer(plan, travel, asked.layer)
-        recurrent_seen.note(comm, tables_of, travel, asked.layer, asked.kernel, v.device)
+        recent_recurrent.note(comm, tables_of, travel, asked.layer, asked.kernel, v.device)
         agreed.facts = {
             "plan": plan_fact(plan), "dtype": v.dtype, "device": v.device.type, **asked.facts,
             "initial": initial is not None, "scale": asked.scale, "normalize": asked.normalize,

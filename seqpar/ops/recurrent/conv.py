@@ -25,10 +25,10 @@ from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys, plan_fact
-from seqpar.ops.core.ahead import recurrent_seen
 from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
 from seqpar.ops.core.device import stream_of
+from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.recompute import gradients
@@ -158,7 +158,7 @@ def _conv(
         _check(x, weight, bias, activation, travel)
         reach, size = weight.shape[1] - 1, x.shape[1] * x.itemsize
         way = way_of_rows(plan, reach, size, travel)
-        recurrent_seen.note(comm, tables_of, reach, size, travel)
+        recent_recurrent.note(comm, tables_of, reach, size, travel)
         own = {"plan": plan_fact(plan), "taps": reach + 1, "activation": activation, "bias": bias is not None}
         own["travel"] = way.travel
         call.facts = own | facts_of_rows(x, True in grads)

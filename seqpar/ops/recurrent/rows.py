@@ -29,9 +29,9 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
-from seqpar.ops.core.ahead import recurrent_seen
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.device import stream_of
+from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import Moves, exchanged, facts_of_rows, row_numbers
 from seqpar.plan import Plan
@@ -205,7 +205,7 @@ def _neighbours(
                 "with a positive by, which goes up the path"
             )
         row_map = RowMap.of(plan, comm.rank, what, reach)
-        recurrent_seen.note(comm, RowMap.of, what, reach)
+        recent_recurrent.note(comm, RowMap.of, what, reach)
         call.facts = {"plan": plan_fact(plan), "reach": reach} | facts_of_rows(x, grads[0])
         if comm.size > 1:
             key = what, reach, x.dtype, x.device.type, x.shape[1:], grads[0]

@@ -18,9 +18,9 @@ from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
-from seqpar.ops.core.ahead import recurrent_seen
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
+from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
@@ -89,7 +89,7 @@ def _scan(
         check_dense("state_scan", tensors)
         layer = _checked(states, maps, plan, comm, travel)
         way = way_of_states(plan, travel, layer)
-        recurrent_seen.note(comm, tables_of, travel, layer)
+        recent_recurrent.note(comm, tables_of, travel, layer)
         call.facts = {
             "plan": plan_fact(plan), "dtypes": (states.dtype, maps.dtype), "device": states.device.type,
             "dims": (states.shape[1:], maps.shape[1:]), "travel": way[:2], "requires grad": True in grads,

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm, LocalComm, Mask
 from seqpar.integrations.hf.config import text_of
-from seqpar.integrations.hf.mask import Blocks, Rule, Told, united
+from seqpar.integrations.hf.mask import Blocks, MaskSummary, Rule, united
 from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, Architecture, build
 from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, pooled_of, tokens_of
@@ -537,8 +537,8 @@ def test_tokens_of_a_block_see_each_other(block: str, window: int | None) -> Non
 def test_blocks_of_all_ranks_are_cut_where_documents_end() -> None:
     rule = Rule(causal=True)
     told = [
-        Told({rule: ""}, *(np.zeros(0, np.int64),) * 3),
-        Told({rule: "ahead"}, np.array([1, 7]), np.array([5, 2]), np.array([0, 1])),
+        MaskSummary({rule: ""}, *(np.zeros(0, np.int64),) * 3),
+        MaskSummary({rule: "ahead"}, np.array([1, 7]), np.array([5, 2]), np.array([0, 1])),
     ]
     rules, blocks = united(told, [np.array([4]), np.array([3, 6])])
     assert rules == {rule: "ahead"}

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from seqpar.integrations.hf.attention import OwnMask
 from seqpar.integrations.hf.config import EDITED, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
-from seqpar.integrations.hf.heads import AtHome, has_pad, tried
+from seqpar.integrations.hf.heads import LocalHead, has_pad, tried
 from seqpar.integrations.hf.positions import dropping_tokens
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.rewritten_attention import rewritten_attention
 from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.towers import MEDIA
 from seqpar.integrations.hf.trial.runs import (
@@ -31,7 +32,6 @@ from seqpar.integrations.hf.trial.runs import (
 )
 from seqpar.integrations.hf.trial.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.trial.weights import NoWeights, check_weights
-from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.trial.modules import dropping
 from seqpar.trial.protect import saved
 
@@ -50,10 +50,10 @@ def refusals(model: PreTrainedModel) -> list[str]:
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
     if type(model).__name__.endswith("ForMultipleChoice"):
         reasons.append("it computes input_ids of several choices, [B, choices, S]")
-    if not model._can_set_attn_implementation() and not unlisted(model):
+    if not model._can_set_attn_implementation() and not rewritten_attention(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
-    served = bool(lengthy(model) or unlisted(model) or dropping_tokens(model))
+    served = bool(lengthy(model) or rewritten_attention(model) or dropping_tokens(model))
     shared = served or not mixing_layers(model.config.get_text_config(), recurrent=True)
     reasons += config_refusals(model, recurrent=bool(known), shared=shared)
     inside = {part for mixer in known for part in mixer.modules()}
@@ -85,8 +85,8 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
         reasons = found
         if len(reasons) == 1 and NO_ROWS in reasons[0] and model.base_model is not model:
             base, head = fitting(model.base_model, part=True), _head_tried(model)
-            if isinstance(head, AtHome):
-                return base._replace(at_home=head, result="logits", shift="none")
+            if isinstance(head, LocalHead):
+                return base._replace(local_head=head, result="logits", shift="none")
             reasons = [head]
     why = f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}"
     raise NotImplementedError(why + _remedy(model, reasons, part=part))
@@ -123,7 +123,7 @@ def _tried(model: PreTrainedModel) -> ModelFit | list[str]:
             return [*runs.reasons, f"trying it on a few tokens failed: {type(error).__name__}: {error}"]
 
 
-def _head_tried(model: PreTrainedModel) -> AtHome | str:
+def _head_tried(model: PreTrainedModel) -> LocalHead | str:
     """The findings on a head that pools; or why it cannot run at home."""
     with precise(model), torch.no_grad(), as_written(model), forgotten(lengthy(model)):
         try:

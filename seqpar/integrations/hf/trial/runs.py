@@ -29,15 +29,15 @@ from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, text_of
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
-from seqpar.integrations.hf.forward import Forward, Noted, called_by, during, padding_of, planned
-from seqpar.integrations.hf.heads import POOLER, AtHome, pools
+from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, called_by, during, padding_of, planned
+from seqpar.integrations.hf.heads import POOLER, LocalHead, pools
 from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, softcapped, tokens_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
 from seqpar.integrations.hf.recurrent.lightning import exact_tables
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.rewritten_attention import rewritten_attention
 from seqpar.integrations.hf.trial.weights import check_shown
-from seqpar.integrations.hf.unlisted import unlisted
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import surround
 from seqpar.plan import Plan
@@ -67,8 +67,8 @@ class ModelFit(NamedTuple):
     loss by num_items_in_batch if that is given; some classes ignore it. head: the layer that makes the logits. softcap:
     the logits' softcap. routers: why `output_router_logits` cannot be served, or "". pooled: whether the base model has
     a pooler. calls: of attention and recurrences in a forward; callers: the classes of the modules that make them.
-    at_home: of a head that pools; the rest is then the base model's. of_tokens: whether the logits are of the tokens
-    that the output embeddings have.
+    local_head: of a head that pools, which runs on each rank's own batch; other fields then describe the base model.
+    of_tokens: whether the logits are of the tokens that the output embeddings have.
     """
 
     rules: frozenset[Rule]
@@ -84,7 +84,7 @@ class ModelFit(NamedTuple):
     pooled: bool = False
     calls: int = 0
     callers: frozenset[str] = frozenset()
-    at_home: AtHome | None = None
+    local_head: LocalHead | None = None
     of_tokens: bool = False
 
     @property
@@ -175,7 +175,7 @@ class TrialRuns:
         base = self.model.base_model if text is self.model else text
         hook = None if base is self.model else base.register_forward_hook(self._keep)
         inner = {} if text is self.model else {"forward": partial(self._on_rows, text.forward)}
-        state = Forward(note=lambda _, padding, config: Noted(padding)) if inner else self.state
+        state = Forward(note=lambda _, padding, config: MaskPlaceholder(padding)) if inner else self.state
         first = layer_calls.run
         try:
             with surround(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
@@ -266,7 +266,7 @@ def findings(runs: TrialRuns) -> ModelFit | None:
     if can_ask(model):
         with without_hooks(model):
             routers = _routers(runs, labels)
-    callers = frozenset(map(name_of, (*runs.callers, *mixers(model), *(m for m, _ in unlisted(model)))))
+    callers = frozenset(map(name_of, (*runs.callers, *mixers(model), *(m for m, _ in rewritten_attention(model)))))
     return ModelFit(
         frozenset(runs.rules), recurrent, counting, result, shift, loss, by_items, head, softcap, routers, pooled,
         runs.calls, callers, of_tokens="logits" in whole and tokens_of(model) == whole["logits"].shape[-1],

@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from seqpar.foreign.kinds import kind_of, name_of
 from seqpar.foreign.wrap import Around, replaced
 from seqpar.integrations.hf.registry import implementation
+from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from seqpar.integrations.hf.trial.weights import NoWeights
-from seqpar.integrations.hf.unlisted import rewritten
 
 _making = threading.Lock()  # the generator is one for all threads
 VOCABULARY, WIDTH, EXPERTS = 64, 48, 4
@@ -65,7 +65,7 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
     if other := sorted({name_of(m) for m in model.modules()} - {name_of(m) for m in twin.modules()} - WRAPPERS):
         raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
     with ExitStack() as stack:
-        for module, written in rewritten(twin):
+        for module, written in replacements(twin):
             around = Around(module, getattr(module, written.method), written.replacement)
             stack.enter_context(replaced(module, {written.method: around}))
         stack.enter_context(implementation(twin, model.config._attn_implementation))

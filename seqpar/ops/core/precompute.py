@@ -1,7 +1,8 @@
-"""What a plan's first calls derive, made before them: recipes of attention, tables of recurrent layers.
+"""Work that a plan's first calls would do, done in advance: recipes of attention, tables of recurrent layers.
 
-The next plan is mostly called as the last one was. So what calls derive from a plan is remembered for a comm, and a
-thread that plans ahead derives the same. Transfers to a device are left to the call: they are ordered by its stream.
+The next plan is mostly called as the last one was. So a comm remembers what its recent calls derived from their plan,
+and the thread that makes the next plan derives the same from it. Transfers to a device are left to the call: they are
+ordered by its stream.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from seqpar.comm import Comm
 from seqpar.plan import Plan
 
 
-class SeenCalls:
+class RecentCalls:
     """The last calls of each comm, up to `most`: what each derived from its plan."""
 
     def __init__(self, most: int) -> None:
@@ -40,5 +41,5 @@ class SeenCalls:
                 derive(plan, comm.rank, *arguments)
 
 
-attention_seen = SeenCalls(4)  # of training and of evaluation
-recurrent_seen = SeenCalls(16)  # the same of all kinds of layers
+recent_attention = RecentCalls(4)  # of training and of evaluation
+recent_recurrent = RecentCalls(16)  # the same of all kinds of layers

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm
 from seqpar.data.host import moved
-from seqpar.data.prefetch import Epoch, Epochs, Loader, begun_ahead, planning_thread
+from seqpar.data.prefetch import Epoch, Epochs, Loader, planning_thread, with_lookahead
 from seqpar.data.snapshot import OVERWRITTEN, Snapshot
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen, integer
@@ -90,7 +90,7 @@ def prefetched(
 ) -> Iterator[Any]:  # fmt: skip
     """A loader's batches, as `seqpar.integrations.hf.model.ParallelTransformer.prefetch` says.
 
-    read: a batch -> the lengths of its documents. derive, replicated: as for `ahead`.
+    read: a batch -> the lengths of its documents. derive, replicated: as for `planned_batches`.
     """
 
     def bring(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Ints]:
@@ -100,10 +100,12 @@ def prefetched(
         return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
     depth = integer("depth", depth, 1)
-    return Epochs(lambda: ahead(Loader(batches), comm, plans, bring, derive, depth=depth, replicated=replicated))
+    return Epochs(
+        lambda: planned_batches(Loader(batches), comm, plans, bring, derive, depth=depth, replicated=replicated)
+    )
 
 
-def ahead(
+def planned_batches(
     loader: Loader, comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]],
     derive: Callable[[Plan], None], *, depth: int, replicated: bool,
 ) -> Epoch[Any]:  # fmt: skip
@@ -128,7 +130,7 @@ def ahead(
             return batch, Snapshot(batch.values())
 
         try:
-            for (batch, _), last in begun_ahead(begin, depth):
+            for (batch, _), last in with_lookahead(begin, depth):
                 yield batch, last
         finally:
             plans.forget()

@@ -177,10 +177,11 @@ def _slopes(heads: int, device: torch.device) -> Tensor:
     return torch.tensor(_powers(heads), dtype=torch.float32, device=device)
 
 
-class Written(NamedTuple):
+class Replacement(NamedTuple):
     """What replaces a method of a class.
 
-    places: whether it sees places in a row, which holes of a mask change. serves: whether it computes a module of it.
+    places: whether it depends on a token's index in its row, so that gaps in a padding mask matter. serves: whether
+    it applies to a module of the class.
     """
 
     method: str
@@ -189,32 +190,32 @@ class Written(NamedTuple):
     serves: Callable[[Any], bool] = lambda module: True
 
 
-CLASSES: dict[str, Written] = {
-    "GPTJAttention": Written("_attn", gptj),
-    "CodeGenAttention": Written("_attn", gptj),
-    "GPTNeoSelfAttention": Written("_attn", gpt_neo, _local),
-    "BloomAttention": Written("forward", bloom),
-    "MptAttention": Written("forward", mpt, lambda module: True),
-    "FalconAttention": Written("forward", falcon, serves=lambda module: not module.config.alibi),
-    "Llama4TextAttention": Written("forward", llama4, serves=_tuned),
-    "Llama4TextDecoderLayer": Written("forward", llama4_layer, serves=lambda layer: _tuned(layer.self_attn)),
+CLASSES: dict[str, Replacement] = {
+    "GPTJAttention": Replacement("_attn", gptj),
+    "CodeGenAttention": Replacement("_attn", gptj),
+    "GPTNeoSelfAttention": Replacement("_attn", gpt_neo, _local),
+    "BloomAttention": Replacement("forward", bloom),
+    "MptAttention": Replacement("forward", mpt, lambda module: True),
+    "FalconAttention": Replacement("forward", falcon, serves=lambda module: not module.config.alibi),
+    "Llama4TextAttention": Replacement("forward", llama4, serves=_tuned),
+    "Llama4TextDecoderLayer": Replacement("forward", llama4_layer, serves=lambda layer: _tuned(layer.self_attn)),
 }
-MIXER = Written("forward", mix)
-SCALED = Written("forward", scaled)
+MIXER = Replacement("forward", mix)
+SCALED = Replacement("forward", scaled)
 
 
-def unlisted(model: nn.Module) -> list[tuple[nn.Module, Written]]:
+def rewritten_attention(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
     """The layers of attention of a model that are replaced, and by what."""
     found = ((module, CLASSES.get(name_of(module))) for module in model.modules())
     return [(m, written) for m, written in found if written and hasattr(m, written.method) and written.serves(m)]
 
 
-def rewritten(model: nn.Module) -> list[tuple[nn.Module, Written]]:
+def replacements(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
     """The modules of a model that seqpar computes itself, wholly or in part, and what replaces a method of each."""
     dropping = ((module, SCALED) for module in dropping_tokens(model))
-    return [*((mixer, MIXER) for mixer in mixers(model)), *unlisted(model), *dropping]
+    return [*((mixer, MIXER) for mixer in mixers(model)), *rewritten_attention(model), *dropping]
 
 
 def sees_places(model: nn.Module) -> bool:
     """Whether such a layer depends on places in a row, including tokens that a mask leaves out."""
-    return any(written.places(module) for module, written in unlisted(model))
+    return any(written.places(module) for module, written in rewritten_attention(model))

@@ -17,7 +17,7 @@ from seqpar import Layout, Mask, Plan, recurrent
 from seqpar.comm import Comm
 from seqpar.data import prefetch
 from seqpar.kernels.recurrent import KERNELS
-from seqpar.ops.core.ahead import SeenCalls, recurrent_seen
+from seqpar.ops.core.precompute import RecentCalls, recent_recurrent
 from seqpar.ops.recurrent import call, conv, scan
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
@@ -96,7 +96,7 @@ def test_after_prefetch_no_table_is_made(travel: str, monkeypatch: pytest.Monkey
         assert counts[f"rank {rank} step 0"]["RowMap._of"] >= 2, "nobody knew the calls to come"
         # the second batch was planned before the first call
         assert f"rank {rank} step 2" not in counts and f"rank {rank} step 3" not in counts
-    monkeypatch.setattr(prefetching, "recurrent_seen", SeenCalls(0))
+    monkeypatch.setattr(prefetching, "recent_recurrent", RecentCalls(0))
     counts.clear()
     for ranks in zip(found, run_threads(2, steps, travel), strict=True):
         for one, other in zip(*ranks, strict=True):
@@ -106,12 +106,12 @@ def test_after_prefetch_no_table_is_made(travel: str, monkeypatch: pytest.Monkey
 
 def test_calls_of_other_kinds_are_forgotten_in_turn() -> None:
     comm, plan = seqpar.LocalComm(), zigzag((9, 4), 1)
-    for by in range(1, 3 * recurrent_seen.most):
+    for by in range(1, 3 * recent_recurrent.most):
         recurrent.shift(torch.ones(13), plan, comm, by=by)
     known = zigzag((5, 6), 1)
-    recurrent_seen.derive(known, comm)
-    assert known.known(("shift", 3 * recurrent_seen.most - 1, 0)) is not None and known.known(("shift", 1, 0)) is None
-    assert len(recurrent_seen._of[comm]) == recurrent_seen.most
+    recent_recurrent.derive(known, comm)
+    assert known.known(("shift", 3 * recent_recurrent.most - 1, 0)) is not None and known.known(("shift", 1, 0)) is None
+    assert len(recent_recurrent._of[comm]) == recent_recurrent.most
 
 
 def test_mixers_of_a_model_find_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
