@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers", reason="the table is of transformers' architectures: pip install '.[transformers]'")
 
 import transformers  # noqa: E402
-from transformers import CONFIG_MAPPING, PreTrainedModel  # noqa: E402
+from transformers import CONFIG_MAPPING  # noqa: E402
 
 import seqpar  # noqa: E402
 from seqpar.parallel import surround  # noqa: E402
@@ -57,10 +57,14 @@ def test_a_registered_model_that_edits_its_mask_is_told_so() -> None:
     assert said.startswith("refused: ") and "its attention edits its mask" in said, said
 
 
+def test_a_registered_model_that_makes_a_mask_of_its_mask_is_told_so() -> None:
+    said = verdict(TABLE["paligemma"], "registered")
+    assert said.startswith("refused: layers that see ahead"), said
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_nobody_refuses_would_be_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's measure, on a model that nothing keeps from computing each rank's rows alone."""
-    monkeypatch.delattr(PreTrainedModel, "__call__")
     monkeypatch.setattr(seqpar, "parallel", surround)  # which needs nothing to use its plan
     assert verdict(TABLE["rwkv"], "registered zigzag", DTYPES[dtype]).startswith("WRONG by ")
 

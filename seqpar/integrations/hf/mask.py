@@ -25,6 +25,11 @@ MODULE = "transformers.masking_utils"
 class UnsupportedMask(NotImplementedError):
     """Why a mask cannot be made. It stands in the place of the mask: a layer that uses it raises it, if any does."""
 
+    @property
+    def ndim(self) -> int:
+        """Raise it: code that reads this makes another mask of it."""
+        raise self
+
 
 class Rule(NamedTuple):
     """The keys of its own document that a token sees.
