@@ -106,7 +106,7 @@ ORDER = {
     "testing": "oracle comparison __init__",
     "foreign": "kinds wrap hooks fingerprint weights gradients __init__",
     "trial": """
-        randomness near_zero rounding exact protect code nested sizes rows record compare stand_ins runs modules
+        randomness near_zero rounding exact protect identity nested sizes rows record compare stand_ins runs modules
         __init__
     """,
     "integrations": """
@@ -119,7 +119,7 @@ ORDER = {
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
-        hf/own_configs hf/afterwards hf/request hf/outputs hf/layer_plans hf/reading hf/handle hf/model hf/vision
+        hf/own_configs hf/guard hf/request hf/outputs hf/layer_plans hf/reading hf/handle hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

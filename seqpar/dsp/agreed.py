@@ -15,16 +15,15 @@ from seqpar.dsp.runner import ForwardState
 from seqpar.dsp.spec import Spec
 from seqpar.dsp.trial import COUNTS
 from seqpar.foreign.fingerprint import hashed, leaves
-from seqpar.foreign.hooks import CACHING, Named, check_hooks, warn_of_own_hooks
+from seqpar.foreign.hooks import CACHING, Named, check_hooks
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.weights import WeightChecks, check_weights
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.train.dtensor import global_rank
 from seqpar.train.wrappers import WrapperCheck
-from seqpar.trial.code import Few, KnownCodes, autocast_dtypes, code_of
+from seqpar.trial.identity import identity
 from seqpar.trial.randomness import active_dropout
-
-KINDS = 16  # settings of calls that are looked at one by one
+from seqpar.trial.rounding import autocast_dtypes
 
 
 class SeenModel:
@@ -41,7 +40,6 @@ class SeenModel:
 
     def forget(self) -> None:
         """Forget what was checked, since modules are others now."""
-        self.settings, self.codes = Few(KINDS), KnownCodes()
         self.shapes: set[object] = set()  # each with a kind
         self.sizes: set[object] = set()  # the same, known before the first stage
         self.tried: dict[object, int] = {}  # stages, each with a dimension and a kind -> rows in a trial
@@ -67,10 +65,9 @@ class ForwardChecks:
     def before(
         self, named: Named, seen: SeenModel, arguments: Mapping[str, Any], cached: Sequence[str]
     ) -> object:  # fmt: skip
-        """Check that ranks make the same call, with nothing active that must not be. Returns the kind of call.
+        """Check that ranks make the same call, with nothing active that must not be.
 
-        Calls of one kind run the same code on each rank, with the same arguments besides None, the same settings, and
-        the same flags and modes of all modules, by which a stage may take other code.
+        Returns the kind of call: the mode of the model, and what its modules run on each rank.
         """
         model, what, facts = named[0][1], f"a forward of {type(named[0][1]).__name__}", dict[str, object]()
         with gathering(what, self.comm, lambda code, error: self.comm.gather(what, code, error, facts=facts)) as codes:
@@ -83,16 +80,14 @@ class ForwardChecks:
             facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])
             weights = seen.checks.weights(model, seen.modules) if self.values else None
-            codes.own = code_of(seen.modules), weights, global_rank()
+            codes.own = identity(self.comm.size, seen.modules), weights, global_rank()
         every, weighed, ranks = zip(*codes.every)
         check_weights(what, weighed)
         seen.checks.passed()
         if self.grad == "replicated":
             seen.wrapper = seen.wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
             seen.wrapper.check(f"dsp: {name_of(model)}", model, self.average_over)
-        settings = tuple((name, x if _is_flag(x) else type(x)) for name, x in leaves(arguments))
-        # a hook on one rank concerns all, which run a stage equally often; settings may number steps
-        return seen.settings.known((settings, autocast_dtypes())), seen.codes.key(every)
+        return model.training, every
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, hashed(x) if self.values else None
@@ -105,8 +100,6 @@ class ForwardChecks:
             seen.forget()
             seen.modules = modules
         check_hooks(named, CACHING)
-        if self.comm.size > 1:
-            warn_of_own_hooks(modules[0], [*self.names, *([self.spec.exit.module] if self.spec.exit else [])])
         if drops := active_dropout(named):
             raise NotImplementedError(
                 f"{drops}, which would draw other numbers for a shard than for the whole; set its p to 0"
@@ -143,8 +136,3 @@ class ForwardChecks:
                 )
             values = {name: hashed(x) for name, x in state.changed.items() if self.values}
             call.facts = {"buffers that stages changed": values}
-
-
-def _is_flag(x: Any) -> bool:
-    """Whether a stage may take other code for another value; other numbers are those of steps."""
-    return isinstance(x, (bool, str)) or (isinstance(x, int) and x in (0, 1))

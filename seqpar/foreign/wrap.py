@@ -209,26 +209,36 @@ def _take_off(around: Around, owner: object, own: object) -> None:
 
 def is_surrounded(module: nn.Module) -> bool:
     """Whether calls of a module reach an `Around` that is awake, as far as its wrappers can be looked into."""
-    due, seen = [vars(owner).get(name) for owner, name in places_of(module)], set[int]()
+    forwards = [vars(owner).get(name) for owner, name in places_of(module)]
+    return reaches(forwards, lambda each: isinstance(each, Around) and not each.asleep)
+
+
+def reaches(functions: list[Any], wanted: Callable[[Any], bool]) -> bool:
+    """Whether a function or what it holds is wanted: its closure, defaults, and attributes, as far as `INSIDE` go."""
+    due, seen = functions, set[int]()
     while due:
-        wrapper = due.pop()
-        if isinstance(wrapper, Around):
-            if not wrapper.asleep:
-                return True
-            due.append(wrapper.forward)
-        elif id(wrapper) not in seen and len(seen) < INSIDE and not isinstance(wrapper, (nn.Module, type)):
+        wrapper = due.pop(0)
+        if wanted(wrapper):
+            return True
+        if id(wrapper) not in seen and len(seen) < INSIDE and not isinstance(wrapper, (nn.Module, type)):
             seen.add(id(wrapper))
             due += _inside(wrapper)
     return False
 
 
 def _inside(wrapper: Any) -> list[Any]:
-    """What a wrapper may call: its function, what that closes over, and its attributes."""
+    """What a wrapper may call: its function, what that closes over, its defaults, and its attributes."""
+    if isinstance(wrapper, Around):
+        return [wrapper.forward]
     if isinstance(wrapper, partial):
-        return [wrapper.func, *wrapper.args]
+        return [wrapper.func, *wrapper.args, *wrapper.keywords.values()]
     if isinstance(wrapper, MethodType):
         return [wrapper.__func__, wrapper.__self__]
-    return [*closed_over(wrapper), *getattr(wrapper, "__dict__", {}).values()]
+    defaults = (
+        *(getattr(wrapper, "__defaults__", None) or ()),
+        *(getattr(wrapper, "__kwdefaults__", None) or {}).values(),
+    )
+    return [*closed_over(wrapper), *defaults, *getattr(wrapper, "__dict__", {}).values()]
 
 
 def closed_over(function: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,3 +33,18 @@ def coarseness(model: nn.Module, tensors: Iterable[Tensor]) -> float:
         return COARSE
     # CPUs compute "high" as "highest"
     return TF32 if precision == "high" and kinds != {"cpu"} else 0.0
+
+
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """The dtypes to which autocast casts on CPU and GPU, None where it is off."""
+    return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
+
+
+@contextmanager
+def under_autocast(dtypes: Sequence[torch.dtype | None]) -> Iterator[None]:
+    """A block with autocast as `autocast_dtypes` found it."""
+    with ExitStack() as stack:
+        for device, now, dtype in zip(("cpu", "cuda"), autocast_dtypes(), dtypes):
+            if now != dtype:
+                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+        yield

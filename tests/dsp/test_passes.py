@@ -101,7 +101,6 @@ def misshapen(comm: Comm) -> str:
     return "nothing"
 
 
-@pytest.mark.filterwarnings("ignore:.*a hook of your own")
 def test_one_ranks_rows_too_many() -> None:
     for said in run_threads(2, misshapen, timeout=60.0):
         assert 'axis 1 of "b h w c" must have 5 elements here (h=5), not 6' in said
@@ -193,7 +192,6 @@ def hooked(comm: Comm) -> dict[str, Tensor]:
     return numbers(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*a hook of your own")
 def test_hooks_around_and_inside_stages() -> None:
     (want,) = run_threads(1, hooked)
     compared(run_threads(3, hooked), want)

@@ -225,7 +225,6 @@ def test_a_plan_of_other_places_of_keys_is_refused() -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 @pytest.mark.parametrize("where", ["model", "attention", "exit"])
 def test_another_forward_of_a_class_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not run: the one that the model had is inside the parallel one."""
@@ -238,49 +237,6 @@ def test_another_forward_of_a_class_is_refused(where: str, monkeypatch: pytest.M
         with pytest.raises(NotImplementedError, match=f"{kind.__name__}, whose class has another forward than when"):
             model(**inputs)
     model(**inputs)
-
-
-class OwnNorm(nn.LayerNorm):
-    """A norm of a user."""
-
-
-def _own_class(model: Any) -> None:
-    model.norm_out.norm = OwnNorm(model.norm_out.norm.normalized_shape, elementwise_affine=False).double()
-
-
-def _own_forward(model: Any) -> None:
-    block = model.transformer_blocks[0]
-    former = block.forward
-    block.forward = lambda *args, **named: former(*args, **named)
-
-
-def _own_processor(model: Any) -> None:
-    known = type(model.transformer_blocks[0].attn.processor)
-    model.transformer_blocks[0].attn.processor = type(known.__name__, (known,), {"__module__": "mine"})()
-
-
-OWN_CODE: dict[str, Callable[[Any], object]] = {
-    "processor": _own_processor,
-    "hook": lambda model: model.transformer_blocks[0].register_forward_hook(lambda *_: None),
-    "pre-hook": lambda model: model.transformer_blocks[0].attn.register_forward_pre_hook(partial(lambda *_: None)),
-    "forward": _own_forward,
-    "class": _own_class,
-}
-
-
-@pytest.mark.parametrize("kind", OWN_CODE)
-def test_code_of_a_user_inside_a_model_is_told_once(kind: str) -> None:
-    model, inputs = made("flux", samples=1)
-    with parallelize(model, LocalComm()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(**inputs)
-        OWN_CODE[kind](model)
-        with pytest.warns(UserWarning, match=f"of a parallel FluxTransformer2DModel has .*{kind.split('-')[-1]}"):
-            model(**inputs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(**inputs)
 
 
 def strided(x: Any) -> Any:
@@ -685,7 +641,6 @@ def test_an_argument_may_state_its_default(name: str, defaults: dict[str, Any]) 
         assert torch.equal(model(**inputs, **defaults).sample, model(**inputs).sample)
 
 
-@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_shared_out_raises_by_name(name: str) -> None:
     refused(*REFUSED[name])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqpar.foreign.hooks import Named, check_hooks, warn_of_own_code
+from seqpar.foreign.hooks import Named, check_hooks
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import is_surrounded
 from seqpar.integrations.diffusers.forward import SharedForward
@@ -103,7 +103,6 @@ class ModelRecipe:
         self._check_arguments(model, arguments)
         self._check_processors(named)
         check_alone(named)
-        warn_of_own_code(named)
         _check_modules(named)
         self._check_settings(model)
 

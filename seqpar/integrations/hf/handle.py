@@ -15,11 +15,11 @@ from seqpar.comm.entry import uncompiled
 from seqpar.data.batch import Reading, read
 from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
-from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, left_out, numbered
 from seqpar.integrations.hf.config import text_of
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.generation import generators
+from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall
 from seqpar.integrations.hf.layer_plans import LayerPlans
 from seqpar.integrations.hf.logits import ask_trainer
@@ -97,21 +97,18 @@ class TransformerHandle(ParallelModel):
         if plan is not None:
             self._plans = Plans(lambda lengths, ranks, *_: plan(lengths, ranks), None)
         self._layers = LayerPlans(type(model).__name__, comm, self._blocks, stated=self._plans.repeats)
-        self._afterwards = Afterwards(model, KEY, self.fit.calls)
-        self._supported = SupportedCalls(model, comm, self.fit, self.entries, average_over, self._afterwards)
+        self._guard = ModelGuard(model, KEY)
+        self._supported = SupportedCalls(model, comm, self.fit, self.entries, average_over, self._guard)
         replicated = source == "replicated"
         self._reader = Reader(
             model, self.fit, planner, self._check, entries=self.entries, optional=self.optional, replicated=replicated
         )
         self._items = ItemCounts(model, comm.size if replicated else 1)
-        self._outputs = Outputs(
-            model, comm, self.fit, average_over, self._items.copies, self.returned, self._afterwards
-        )
+        self._outputs = Outputs(model, comm, self.fit, average_over, self._items.copies, self.returned)
         self._loop = Loop(model, comm, average_over=average_over)
         self._undone.callback(self._loop.close)
         self._install()
         ask_trainer()
-        self._afterwards.note_waypoints(self.fit.callers)
 
     def _tried(self, numerics: Numerics) -> ModelFit:
         """The findings on the model, with seqpar's attention and mixers in place."""

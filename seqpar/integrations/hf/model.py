@@ -38,7 +38,6 @@ from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.request import UNREAD, Request, arguments_of, parameters
 from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
-from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import derived_seed, surround
 
 
@@ -86,12 +85,12 @@ class ParallelTransformer(TransformerHandle):
             if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
             if whole:
-                self._afterwards.note_passed()
+                self._guard.note_passed()
                 if self.fit.local_head is not None:
                     return self._local_head_forward(self.fit.local_head, before, args, named)
             return self._forward(module, before, args, named)
 
-        self._afterwards.note_forward(module, forward)
+        self._guard.note_forward(module, forward)
         # copying looks up the last two on the instance before anything else
         copies = {"__deepcopy__": self.__deepcopy__, "__reduce_ex__": self._reduce}
         self._undone.enter_context(replaced(module, {"forward": forward, PARALLEL: self, **more, **copies}))
@@ -133,7 +132,7 @@ class ParallelTransformer(TransformerHandle):
             self._loop.note_batch(call.what, own.plan.mask.lengths, tokens)
         if self._head is None:
             self._items.check(call.request.items, call.count, own.valid, self.fit, training=call.training)
-        request, rows = self._reader.rows(call, own, scaled=self._afterwards.scaled)
+        request, rows = self._reader.rows(call, own)
         self._count += 1
         return request, own, rows
 
@@ -154,13 +153,11 @@ class ParallelTransformer(TransformerHandle):
         """The output of a module's own forward for this rank's rows."""
         around = self._surround(own)
         running, self._running = self._running, True
-        first = layer_calls.run
         try:
             out = before(**rows)
         finally:
             _leave(around)
             self._running = running
-        self._afterwards.check_calls(layer_calls.run - first)
         return out
 
     @uncompiled
@@ -195,7 +192,7 @@ class ParallelTransformer(TransformerHandle):
     ) -> Any:
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
         arguments = dict(zip(parameters(type(self.model)), args)) | named
-        call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._afterwards.loss_replaced)
+        call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._guard.loss_replaced)
         whole = arguments.pop("return_dict", None) is not False
         given = {n: x for n, x in arguments.items() if n not in (*UNREAD, "num_items_in_batch")} | {"return_dict": True}
         kept, self._head = self._head, call

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.data import Share, back
-from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
 from seqpar.integrations.hf.heads import POOLER, pooled_of
-from seqpar.integrations.hf.logits import mean_of_rows, softcapped
+from seqpar.integrations.hf.logits import mean_of_rows
 from seqpar.integrations.hf.request import Request
 from seqpar.integrations.hf.rewritten_attention import rewritten_attention
 from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, ModelFit
@@ -23,14 +21,12 @@ from seqpar.plan import Plan
 from seqpar.train import cross_entropy, linear_cross_entropy
 from seqpar.train.sums import reported, sum_under
 
-CHECKED_ROWS = 3  # last rows, whose logits tell if the head alone makes them; those of a padding token may be 0
-
 
 class Outputs(NamedTuple):
     """The outputs of a parallel model.
 
     copies: how often num_items_in_batch counts a label. returned: those that go home besides those with a row per
-    token. afterwards: what the model was like when it was tried.
+    token.
     """
 
     model: PreTrainedModel
@@ -39,7 +35,6 @@ class Outputs(NamedTuple):
     average_over: int
     copies: int
     returned: tuple[str, ...]
-    afterwards: Afterwards
 
     def home(self, module: PreTrainedModel, asked: Request, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """The model's output for this rank's own batch, with the loss of all batches. A collective.
@@ -93,10 +88,6 @@ class Outputs(NamedTuple):
         if hidden is not None:
             assert self.fit.head is not None
             head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
-            if asked.verify_logits and logits is not None:
-                with torch.no_grad():
-                    last = rows[len(rows) - logits.shape[1] :]
-                    self.afterwards.check_logits(logits[0], softcapped(head(last), self.fit.softcap))
             part = linear_cross_entropy(
                 rows, head.weight, labels, bias=head.bias, softcap=self.fit.softcap, **scale
             )  # fmt: skip

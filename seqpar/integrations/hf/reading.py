@@ -17,7 +17,6 @@ from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit
 from seqpar.integrations.hf.config import ASKED, text_of
 from seqpar.integrations.hf.heads import HeadCall
 from seqpar.integrations.hf.logits import ask_trainer, loss_alone, softcap_of, tokens_of
-from seqpar.integrations.hf.outputs import CHECKED_ROWS
 from seqpar.integrations.hf.planning import ModelPlanner
 from seqpar.integrations.hf.positions import (
     BY_TOKENS,
@@ -108,7 +107,7 @@ class Reader:
         return BatchCall(
             f"{type(module).__name__}.forward", arguments, batch, error,
             Reading(self.fit.shift, optional=self.optional, vocabulary=vocabulary), facts,
-            Request(labels, items, return_dict, returned, chunked, False, routers, state.recomputed), count, training,
+            Request(labels, items, return_dict, returned, chunked, routers, state.recomputed), count, training,
             (labels and items is None) or (head is not None and head.averaged),
         )  # fmt: skip
 
@@ -141,17 +140,14 @@ class Reader:
         items = arguments.get("num_items_in_batch") if head is None else head.items
         return batch, count_of(items, batch, replicated=self.replicated)
 
-    def rows(self, call: BatchCall, own: Share, *, scaled: bool) -> tuple[Request, dict[str, Any]]:
+    def rows(self, call: BatchCall, own: Share) -> tuple[Request, dict[str, Any]]:
         """The request, and the arguments with which a module computes this rank's rows.
-
-        scaled: whether numbers have changed that logits may depend on, so that some are made and compared.
 
         Raises: NotImplementedError if layers count the tokens that attention_mask leaves out between others.
         """
         if own.places is not None:
             self._check_holes()
         asked = call.request
-        asked = asked._replace(verify_logits=asked.chunked and bool(len(own.positions)) and scaled)
         rows: dict[str, Any] = {name: x[None] for name, x in own.tensors.items() if name not in ("labels", SHARES)}
         rows |= {"position_ids": rows.pop(COUNTED, own.positions[None]), "return_dict": True} | plain(self.model)
         hidden_states = call.arguments.get("output_hidden_states")
@@ -160,7 +156,7 @@ class Reader:
         if asked.routers:
             rows[ASKED] = True
         if asked.chunked:
-            rows["logits_to_keep"] = CHECKED_ROWS if asked.verify_logits else own.positions.new_zeros(0)
+            rows["logits_to_keep"] = own.positions.new_zeros(0)
         return asked, rows
 
     def _check_holes(self) -> None:

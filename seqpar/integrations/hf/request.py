@@ -15,10 +15,10 @@ from seqpar.comm import Comm
 from seqpar.data.batch import FACTS
 from seqpar.data.host import read_entries
 from seqpar.data.rows import LABELS
-from seqpar.integrations.hf.afterwards import Afterwards
 from seqpar.integrations.hf.config import ASKED, takes_any, text_of
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.forward import inside
+from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall, LocalHead, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial.runs import ModelFit
@@ -49,9 +49,8 @@ UNSEEN = ("seq_idx",)
 class Request(NamedTuple):
     """What a forward pass is asked for.
 
-    items: num_items_in_batch. chunked: whether the loss is computed without logits. verify_logits: whether the model
-    computes 3 rows of logits nevertheless, to check that the head alone makes them. routers: output_router_logits.
-    recomputed: whether layers are activation checkpoints.
+    items: num_items_in_batch. chunked: whether the loss is computed without logits. routers: output_router_logits. recomputed: whether
+    layers are activation checkpoints.
     """
 
     labels: bool
@@ -59,7 +58,6 @@ class Request(NamedTuple):
     return_dict: bool
     logits: bool
     chunked: bool
-    verify_logits: bool
     routers: bool
     recomputed: bool
 
@@ -160,7 +158,7 @@ class ItemCounts:
 class SupportedCalls(NamedTuple):
     """Which calls of a parallel model are served.
 
-    entries: of a batch, with a value per token. afterwards: what the model was like when it was tried.
+    entries: of a batch, with a value per token. guard: what the model was like when it was tried.
     """
 
     model: PreTrainedModel
@@ -168,7 +166,7 @@ class SupportedCalls(NamedTuple):
     fit: ModelFit
     entries: tuple[str, ...]
     average_over: int
-    afterwards: Afterwards
+    guard: ModelGuard
 
     def check(self, module: PreTrainedModel, arguments: dict[str, Any], head: HeadCall | None) -> None:
         """Settle what a call of the model or of its base asks for; arguments without effect leave.
@@ -179,9 +177,9 @@ class SupportedCalls(NamedTuple):
         """
         who = type(module).__name__
         numbered = any(arguments.pop(name, None) is not None for name in UNSEEN)
-        self.afterwards.check(module, passed=module is self.model or head is not None)
+        self.guard.check(module, passed=module is self.model or head is not None)
         if self.comm.size > 1:
-            self.afterwards.warn_of_own_code()
+            self.guard.check_modules()
         if self.model.training and _adds_noise(self.model):
             raise NotImplementedError(
                 f"{who} with NEFTune, whose noise is scaled by the length of a row and a rank's rows are of all "
@@ -259,7 +257,7 @@ class SupportedCalls(NamedTuple):
 
     def _check_loss(self, who: str, arguments: Mapping[str, Any]) -> None:
         labels = any(name in arguments for name in LABELS)
-        if labels and self.afterwards.loss_replaced:
+        if labels and self.guard.loss_replaced:
             raise NotImplementedError(
                 f"labels for {who}, whose loss_function was replaced after parallelize: the loss is computed here; "
                 "leave labels out and compute the loss from what it returns"

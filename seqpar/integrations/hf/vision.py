@@ -44,7 +44,6 @@ from seqpar.integrations.hf.mask import (
     united,
 )
 from seqpar.integrations.hf.model import ParallelTransformer
-from seqpar.integrations.hf.outputs import CHECKED_ROWS
 from seqpar.integrations.hf.reading import BatchCall, output_of
 from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of
 from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
@@ -190,8 +189,7 @@ class ParallelVision(ParallelTransformer):
         _, chunked = output_of(self.model, self.fit, self.logits, labels=labels)
         own |= {"return_dict": True} | caching(self.model) | ({ASKED: False} if asking else {})
         if chunked:
-            none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-            own["logits_to_keep"] = CHECKED_ROWS if self._afterwards.scaled else none
+            own["logits_to_keep"] = torch.zeros(0, dtype=torch.int64, device=self.model.device)
         return VisionForward(module, given, asked, blank, own.get("logits_to_keep")), own, chunked
 
     @uncompiled

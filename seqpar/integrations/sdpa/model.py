@@ -16,7 +16,7 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.foreign.fingerprint import leaves
 from seqpar.foreign.weights import COMPARED
 from seqpar.foreign.wrap import ParallelModel, refuse_unready
-from seqpar.integrations.sdpa.calls import ModelCall, way_of
+from seqpar.integrations.sdpa.calls import ModelCall, key_of
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -27,7 +27,6 @@ from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.train.loop import Loop
 from seqpar.train.wrappers import Averaging, LossCheck
-from seqpar.trial.code import code_among
 from seqpar.trial.modules import dropping, mixing, renorming
 from seqpar.trial.record import under_trial
 
@@ -46,8 +45,8 @@ def parallelize(
 
     Before the first and some of the next 16 forwards, ranks compare weights in one or two small rounds.
 
-    The model is tried before its first forward with such arguments, before one whose batch or document is twice or half
-    as long as any before, and before the 16th. A trial is a few forwards without gradients, and restores the model.
+    The model is tried before its first forward, in training and in eval, and again when the class or forward of one of
+    its modules is another. A trial is a few forwards without gradients, and restores the model.
 
     Raises: TypeError for a plan that is not a Plan. From the forward: as `sdpa`; RuntimeError without a plan, given or
     surrounding; ValueError for weights that differ. NotImplementedError for a model that mixes rows outside its
@@ -155,8 +154,8 @@ class _Forward:
         with gathering(what, self.comm, gather) as told:
             with suppress(ValueError):  # of a scripted forward, which has no signature
                 inspect.signature(forward).bind(*args, **kwargs)
-            told.own = own = code_among(self.comm.size, model.modules())
-        call = ModelCall(model, plan, self.comm, way_of(args, kwargs, model.training), told.every, own)
+            told.own = own = key_of(model, self.comm)
+        call = ModelCall(model, plan, self.comm, told.every, own)
         if not call.is_due():
             return call.changed()
         if model.training and (reasons := dropping(model) + renorming(model)):

@@ -10,25 +10,28 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.integrations.sdpa.calls import CallWay, ModelCall, outermost, way_of
+from seqpar.integrations.sdpa.calls import Key, ModelCall, key_of, outermost
 from seqpar.plan import Plan
 from seqpar.train import check_model
-from seqpar.trial.code import Code, code_among, under_autocast
 from seqpar.trial.modules import SEES, dropping, of_transformers, renorming
+from seqpar.trial.rounding import autocast_dtypes, under_autocast
 
 _NEVER_FILLED = (Tensor, bool, int, float, str, type(None))
 
 
 class ModelUse(NamedTuple):
-    """A model that a block has called: its code then, and the arguments of its first call in each way."""
+    """A model that a block has called: what it was then, the arguments of its first call, and autocast."""
 
     model: nn.Module
-    code: Code
-    ways: dict[CallWay, tuple[Any, Any]]
+    key: Key
+    args: Any
+    kwargs: Any
+    autocast: tuple[torch.dtype | None, ...]
 
 
 class ModelsInside:
@@ -45,7 +48,7 @@ class ModelsInside:
             entering = entering.f_back
         self.below = entering
         self.last: dict[str, Any] | None = None  # the keyword arguments of the last call that attended
-        self.uses: dict[tuple[nn.Module, bool], ModelUse] = {}  # by module and whether it was training
+        self.uses: dict[tuple[nn.Module, Key], ModelUse] = {}
 
     def notice(self) -> None:
         """Record the call of a module that attends inside this block, to try it when the block ends."""
@@ -55,10 +58,8 @@ class ModelsInside:
         if self.last is kwargs:  # another layer of the same call
             return
         self.last = kwargs
-        use = self.uses.get((model, model.training))
-        if use is None:
-            use = self.uses[model, model.training] = ModelUse(model, code_among(self.comm.size, model.modules()), {})
-        use.ways.setdefault(way_of(args, kwargs, model.training), (args, kwargs))
+        key = key_of(model, self.comm)
+        self.uses.setdefault((model, key), ModelUse(model, key, args, kwargs, autocast_dtypes()))
 
     @uncompiled
     def try_all(self) -> None:
@@ -68,38 +69,26 @@ class ModelsInside:
         """
         if not (uses := list(self.uses.values())):
             return
-        told = [(use.code, code_among(self.comm.size, use.model.modules()).written) for use in uses]
-        every = self.comm.gather("sdpa: what models run", told)
+        every = self.comm.gather("sdpa: what models run", [use.key for use in uses])
         for number, use in enumerate(uses):
-            found = [other[number] for other in every if number < len(other)]
-            codes, first = [code for code, _ in found], True
-            for way, (args, kwargs) in use.ways.items():
-                calls = [ModelCall(use.model, self.plan, self.comm, each, codes, use.code) for each in (None, way)]
-                calls = [calls[0]] * first + [call for call in calls[1:] if not call.shared]
-                first, due = False, [call for call in calls if call.is_due()]
-                if due:
-                    with under_autocast(way.autocast):
-                        self._try(due, args, kwargs)
-                    if any(code.written != now for code, now in found):
-                        warn_untried(use.model, "modules, hooks or modes were changed back before it was tried")
-                elif why := calls[0].changed() if calls else None:
-                    warn_untried(use.model, why)
+            keys = [others[number] for others in every if number < len(others)]
+            call = ModelCall(use.model, self.plan, self.comm, keys, use.key)
+            if call.is_due():
+                with under_autocast(use.autocast):
+                    self._try(call, use.args, use.kwargs)
+            elif why := call.changed():
+                warn_untried(use.model, why)
 
-    def _try(self, calls: list[ModelCall], args: Any, kwargs: Any) -> None:
-        """Try a call of a model.
-
-        calls: those that are due: what all ranks try, and the way that this one is called in.
-        """
-        call, *alike = calls
+    def _try(self, call: ModelCall, args: Any, kwargs: Any) -> None:
+        """Try a call of a model."""
         model = call.model
-        if call.shared:
-            check_model(model)
-            reasons = of_transformers(model)
-            if model.training:
-                reasons += dropping(model) + renorming(model)
-            if reasons:
-                raise refused(model, reasons)
-        verdict = call.tried(model, args, kwargs, self.block, alike=alike)
+        check_model(model)
+        reasons = of_transformers(model)
+        if model.training:
+            reasons += dropping(model) + renorming(model)
+        if reasons:
+            raise refused(model, reasons)
+        verdict = call.tried(model, args, kwargs, self.block)
         if why := call.untried(verdict):
             if verdict.error and not all(isinstance(x, _NEVER_FILLED) for x in (*args, *kwargs.values())):
                 why += (

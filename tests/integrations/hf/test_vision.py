@@ -300,27 +300,6 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
     compare([each._replace(loss=sum(r.loss for r in found)) for each in found], one, dtype)
 
 
-def test_numbers_of_a_model_of_images_may_change() -> None:
-    """Some rows of logits are then compared with the head's, and another scale of them is an error."""
-    kind = "llava"
-    (documents,) = bring(kind, "one", 1, torch.float32)
-    model = build(EVERY[kind], dtype=torch.float32).train()
-    batch = batch_of(kind, "right", documents, model)
-    with seqpar.parallelize(model, LocalComm()):
-        before = float(model(**batch).loss.detach())
-        model.steps = 1
-        assert float(model(**batch).loss.detach()) == pytest.approx(before, rel=1e-6)
-        model.steps = 2
-        forward = nn.Linear.forward
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(NotImplementedError, match="other logits .*steps"):
-            seen = iter(range(99))  # the model's own call comes first
-            patch.setattr(
-                nn.Linear, "forward",
-                lambda self, x: forward(self, x) * (2 if self is model.lm_head and not next(seen) else 1),
-            )  # fmt: skip
-            model(**batch)
-
-
 def test_bf16_autocast_is_within_the_error_of_one_process() -> None:
     kind = "gemma3"
     every = bring(kind, "one", 2, torch.float32)

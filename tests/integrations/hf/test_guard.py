@@ -1,4 +1,4 @@
-"""Changes of a parallel model that its trial did not see: they take effect as on one process, or are named errors."""
+"""Changes of a parallel model after its trial: they take effect as on one process, or are errors by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.comm import PeerError
 from seqpar.testing import run_threads
-from seqpar.train import token_mean
 from tests.integrations.hf import hybrids
 from tests.integrations.hf.models import SIZES, batches, build, one_process, packed
 from tests.trial.test_rows import Hashed
@@ -85,7 +84,7 @@ def test_another_forward_that_is_called_by_its_name_is_refused() -> None:
     model = build("llama")
     with seqpar.parallelize(model, LocalComm()):
         _of_its_class(model)
-        with pytest.raises(NotImplementedError, match="another forward after parallelize, which calls its LlamaModel"):
+        with pytest.raises(NotImplementedError, match="another forward after parallelize, so that its LlamaModel"):
             model.forward(**EVERY[0])
 
 
@@ -179,21 +178,20 @@ def _another_layer(model: Any) -> None:
 ATTENDING = {"module": _another_module, "forward": _another_forward, "layer": _another_layer}
 
 
-@pytest.mark.filterwarnings("ignore:.*of your own")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", ATTENDING)
 def test_attention_of_ones_own_put_in_later_is_refused(how: str, training: bool) -> None:
-    refused(build("llama").train(training), ATTENDING[how], "made 1 calls of seqpar's attention.* and 2 when")
+    what = "a module of the class Own" if how == "module" else "another forward"
+    refused(build("llama").train(training), ATTENDING[how], f"model.layers.* was given {what} after parallelize")
 
 
-@pytest.mark.filterwarnings("ignore:.*of your own")
 def test_a_mixer_of_ones_own_put_in_later_is_refused() -> None:
     model, batch = hybrids.build("mamba2"), packed(torch.Generator().manual_seed(0), [13, 21, 6])
 
     def change(own: Any) -> None:
         own.backbone.layers[0].mixer.forward = lambda hidden_states, **_: hidden_states.cumsum(1)
 
-    refused(model, change, "made 2 calls of seqpar's attention and rec.* and 4 when", [batch] * 2, source="replicated")
+    refused(model, change, "mixer of a parallel .* was given another forward", [batch] * 2, source="replicated")
 
 
 def test_fewer_layers_by_the_config_are_not_refused() -> None:
@@ -202,24 +200,6 @@ def test_fewer_layers_by_the_config_are_not_refused() -> None:
     expected = float(one_process(whole, EVERY, causal=True).loss)
     found = loss_after(build("llama"), lambda model: setattr(model.config, "num_hidden_layers", 1))
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:.*of your own")
-def test_other_collectives_of_a_forward_are_not_taken_for_attention() -> None:
-    """As those of a hook that logs a mean over all tokens."""
-
-    def rank(comm: Comm) -> None:
-        own = build("llama")
-        with seqpar.parallelize(own, comm):
-            means: list[Tensor] = []
-            own.model.layers[0].register_forward_hook(
-                lambda _, args, out: means.append(token_mean(args[0][0].detach(), comm))
-            )
-            _another_module(own)
-            with pytest.raises((NotImplementedError, PeerError), match="made 1 calls of seqpar's attention"):
-                own(**EVERY[comm.rank])
-
-    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed", "both"])
@@ -332,68 +312,12 @@ SCALED: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_another_scale_of_logits_is_refused_where_they_are_not_made(name: str) -> None:
-    make, change, said = SCALED[name]
-    refused(make(), change, f"makes other logits .*{said} changed")
-
-
-def test_a_first_row_of_zeros_does_not_tell() -> None:
-    """That of a padding token, whose embedding is 0: causal layers without biases keep it."""
-    model, every = of("Granite", logits_scaling=1.0), [{name: x.clone() for name, x in EVERY[0].items()}] * 2
-    with torch.no_grad():
-        model.get_input_embeddings().weight[0] = 0
-    every[0]["input_ids"][:, 0] = 0
-    refused(model, SCALED["granite"][1], "makes other logits .*logits_scaling changed", every)
-
-
-def _by_a_tensor(model: Any) -> None:
-    model.logit_scale = torch.tensor(0.99)
-
-
-def _of_the_base(model: Any) -> None:
-    model.model.lm_head_multiplier = 2.0
-
-
-def test_scales_of_other_owners_are_seen() -> None:
-    refused(of("Cohere", logit_scale=1.0), _by_a_tensor, "makes other logits .*logit_scale changed")
-
-    batch = packed(torch.Generator().manual_seed(0), [13, 21, 6])
-    refused(
-        hybrids.build("falcon_h1", lm_head_multiplier=1.0), _of_the_base, "makes other logits .*lm_head_multiplier",
-        [batch] * 2, source="replicated",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SCALED)
 def test_another_scale_of_logits_is_in_a_loss_of_logits(name: str) -> None:
     make, change, _ = SCALED[name]
     changed = make()
     change(changed)
     expected = float(one_process(changed, EVERY, causal=True).loss)
     assert loss_after(make(), change, logits=True) == pytest.approx(expected, rel=1e-5)
-
-
-def test_numbers_that_have_no_part_in_logits_may_change_and_logits_are_still_not_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As `Trainer` changes ``use_cache``, and users count steps: one row of logits is made once, to be compared."""
-    model, batch, rows = build("llama"), EVERY[0], list[int]()
-    expected = float(one_process(copy.deepcopy(model), [batch], causal=True).loss)
-    before = nn.Linear.forward
-
-    def linear(self: nn.Linear, x: Tensor) -> Tensor:
-        if self is model.lm_head:
-            rows.append(x.shape[-2])
-        return before(self, x)
-
-    with seqpar.parallelize(model, LocalComm()):
-        monkeypatch.setattr(nn.Linear, "forward", linear)
-        for seen in ([0], [3, 3], [0]):
-            rows.clear()
-            assert float(model(**batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
-            assert rows == seen
-            model.config.use_cache = False
-            model.steps = 1
 
 
 def meeting(inner: Any) -> Any:
@@ -407,44 +331,36 @@ def meeting(inner: Any) -> Any:
     return forward
 
 
-class First:
-    """A hook of a class."""
-
-    def __call__(self, module: nn.Module, args: Any, y: Tensor) -> None:
-        return None
-
-
-class Second(First):
-    """Another one."""
-
-
 LATER: dict[str, Callable[[Any], Any]] = {
     "a forward that looks alike": lambda m: setattr(m.layers[0].mlp, "forward", meeting(m.layers[0].mlp.forward)),
-    "a hook of the base model": lambda m: m.register_forward_hook(lambda module, args, out: None),
-    "a second hook": lambda m: m.layers[1].mlp.register_forward_hook(lambda module, args, y: meeting(lambda: y)()),
-    "an object beside another one": lambda m: m.layers[1].mlp.register_forward_hook(Second()),
-    "a function": lambda m: m.layers[0].mlp.__dict__.update(also=meeting(F.silu)),
+    "a module": lambda m: setattr(m.layers[1], "mlp", Hashed()),
 }
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_code_of_ones_own_put_in_later_is_warned_of(name: str) -> None:
-    def rank(comm: Comm) -> None:
-        own = build("llama")
+def test_code_of_ones_own_put_in_later_is_refused_by_the_name_of_the_module(name: str) -> None:
+    refused(
+        build("llama"), lambda m: LATER[name](m.model), r"model.layers.\d.mlp of a parallel LlamaForCausalLM was given"
+    )
+
+
+def test_hooks_and_modules_that_were_there_in_the_trial_are_no_change() -> None:
+    model = build("llama")
+    expected = float(one_process(copy.deepcopy(model), EVERY, causal=True).loss)
+    model.metric = Hashed()
+    model.model.layers[0].mlp.forward = types.MethodType(
+        type(model.model.layers[0].mlp).forward, model.model.layers[0].mlp
+    )
+
+    def change(own: Any) -> None:
         own.model.layers[1].mlp.register_forward_hook(lambda module, args, y: None)
-        own.model.layers[1].mlp.register_forward_hook(First())
-        own.metric = Hashed()
-        with seqpar.parallelize(own, comm):
-            own(**EVERY[comm.rank])
-            LATER[name](own.model)
-            own(**EVERY[comm.rank])
+        own.metric.steps += 1
+        own.requires_grad_(False).model.layers[0].requires_grad_(True)
 
-    with pytest.warns(UserWarning, match="was given .* of your own.* put it there before seqpar.parallelize") as told:
-        run_threads(2, rank)
-    assert len([each for each in told if "of your own" in str(each.message)]) == 2, "one on each rank"
+    assert loss_after(model, change) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_forward_of_ones_own_in_the_class_of_a_part_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_of_ones_own_in_the_class_of_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = build("llama")
     kind = type(own.model.layers[0].mlp)
     barrier = threading.Barrier(2)
@@ -452,10 +368,13 @@ def test_a_forward_of_ones_own_in_the_class_of_a_part_is_warned_of(monkeypatch: 
     def rank(comm: Comm) -> None:
         mine = copy.deepcopy(own)
         with seqpar.parallelize(mine, comm):
-            if barrier.wait() == 0:
+            barrier.wait()
+            if comm.rank == 0:
                 monkeypatch.setattr(kind, "forward", meeting(kind.forward))
             barrier.wait()
-            mine(**EVERY[comm.rank])
+            with pytest.raises(
+                NotImplementedError, match="model.layers.0.mlp of a parallel .* was given another forward"
+            ):
+                mine(**EVERY[comm.rank])
 
-    with pytest.warns(UserWarning, match="was given a forward of your own in its class LlamaMLP"):
-        run_threads(2, rank)
+    run_threads(2, rank)
