@@ -49,8 +49,8 @@ UNSEEN = ("seq_idx",)
 class Request(NamedTuple):
     """What a forward pass is asked for.
 
-    items: num_items_in_batch. chunked: whether the loss is computed without logits. routers: output_router_logits. recomputed: whether
-    layers are activation checkpoints.
+    items: num_items_in_batch. chunked: whether the loss is computed without logits. routers: output_router_logits.
+    recomputed: whether layers are activation checkpoints.
     """
 
     labels: bool
