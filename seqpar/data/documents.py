@@ -55,7 +55,7 @@ def first_of(rows: PackedRows, kept: NDArray[np.bool_] | None, numbers: Ints | N
     if numbers is not None:
         if (back := (np.diff(numbers[at]) < 0) & ~begins[1:]).any():
             raise ValueError(
-                f"attention_mask numbers the documents of a row, and goes back at {rows.where(int(at[1:][back][0]))}; "
+                f"attention_mask numbers the documents of a row, and decreases at {rows.where(int(at[1:][back][0]))}; "
                 "number them in ascending order"
             )
         begins[1:] |= np.diff(numbers[at]) > 0
@@ -174,7 +174,7 @@ def labels_of(
         one, same = (labels_of(each, kept, first, shift, ignore_index) for each in alone)
         if one is None or same is None or not torch.equal(one, same):
             raise ValueError(
-                "labels and shift_labels are both given, and tell different labels of a token; leave one of them out"
+                "labels and shift_labels are both given, and disagree about the label of a token; leave one of them out"
             )
         return one
     if not given:

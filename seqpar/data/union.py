@@ -206,7 +206,7 @@ def _union(own: Packed, every: Sequence[Facts], source: str, optional: Sequence[
         every = every[:1]
     lengths = np.concatenate([each.lengths for each in every])
     if not lengths.size:
-        raise ValueError("share: no rank's batch has a token; skip this batch on every rank")
+        raise ValueError("share: the batches of all ranks are empty; skip this batch on every rank")
     holder = np.repeat(np.arange(len(every)), [each.lengths.size for each in every])
     valid = np.concatenate([each.valid for each in every])
     columns = _common(every, optional)

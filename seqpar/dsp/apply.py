@@ -223,8 +223,8 @@ class Parallelized(ParallelModel):
 
     def _refuse_share(self, _: Tensor) -> None:
         raise NotImplementedError(
-            f"dsp: backward of {self.spec.model} has for each rank a share of the gradient of its input, which follows "
-            "from the output of a model that needs the whole, as in a rollout; give that model "
+            f"dsp: each rank has a share of the gradient of the input of {self.spec.model}, and the model that "
+            "computed that input needs the whole gradient, as in a rollout; give that model "
             'grad="sum", and divide by the number of ranks what a loss takes from its output'
         )
 

@@ -172,7 +172,7 @@ def check_results(
     if shares := [name for name, x in new if x.grad_fn in before and _ways_past(x.grad_fn, ends, shards)[0]]:
         warnings.warn(
             f"{what} keeps {', '.join(shares[:4])}, which stages computed: each rank has its share of the rows, and a "
-            "loss that reads them outside of the model would not be that of one process; if nothing does, all is well",
+            "loss that reads them outside of the model would be wrong. Ignore this if none does",
             stacklevel=2,
         )
 

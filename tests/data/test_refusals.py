@@ -51,7 +51,7 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "positions of three dims": (GOOD | {"position_ids": ROW.expand(3, 2, 6)}, {}, "position_ids .* only"),
     "a mask of negative numbers": (GOOD | {"attention_mask": LEFT - 1}, {}, "attention_mask must hold 0 or 1, or"),
     "a mask of fractions": (GOOD | {"attention_mask": LEFT * 0.5}, {}, "attention_mask must hold 0 or 1, or"),
-    "numbers that go back": (GOOD | {"attention_mask": 2 - LEFT}, {}, "goes back at row 0, token 2; number them"),
+    "numbers that go back": (GOOD | {"attention_mask": 2 - LEFT}, {}, "decreases at row 0, token 2; number them"),
     "numbers beside documents": (
         {"input_ids": IDS[:1], "attention_mask": LEFT[:1] + 1, "cu_seqlens": [0, 6]}, {}, "gives the documents twice"
     ),
@@ -152,7 +152,7 @@ def test_a_replicated_batch_that_differs_names_the_rank() -> None:
 def test_a_union_without_a_token_is_refused() -> None:
     empty = {"input_ids": IDS, "attention_mask": torch.zeros(2, 6)}
     for error in run_threads(2, lambda comm: answer(comm, lambda c: share([empty, None][c.rank], c))):
-        assert str(error) == "share: no rank's batch has a token; skip this batch on every rank"
+        assert str(error) == "share: the batches of all ranks are empty; skip this batch on every rank"
 
 
 def windowed(lengths: Any, ranks: int) -> Plan:

@@ -82,7 +82,7 @@ def test_an_output_that_goes_into_a_parallel_model_has_shares_of_its_gradient(ch
     compared(run_threads(3, chained, chain, "sum"), want)
     for errors in run_threads(2, chained, chain, "replicated"):
         for error in errors:
-            assert error.startswith("dsp: backward of Weather has for each rank a share of the gradient of its input")
+            assert error.startswith("dsp: each rank has a share of the gradient of the input of Weather")
             assert 'give that model grad="sum", and divide by the number of ranks what' in error
 
 
@@ -90,7 +90,7 @@ def by_hand(comm: Comm) -> None:
     """A replicated gather in front of a parallel model."""
     model, space = weather(comm), Space({"h": 5}, comm)
     own = split(GRID, space, "b h w c", "h").clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="has for each rank a share"):
+    with pytest.raises(NotImplementedError, match="each rank has a share of the gradient"):
         model(gather(own, space, "b h w c", "h", grad="replicated")).sum().backward()
 
 

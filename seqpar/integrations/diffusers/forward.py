@@ -55,8 +55,8 @@ class SharedForward(Rerouting):
     def _refuse_draw(self, name: str) -> None:
         with torch._C.DisableTorchFunction(), self._refusals():
             raise NotImplementedError(
-                f"diffusers: {name} in a forward draws other random numbers for a rank's tokens than for all; draw "
-                "them before the forward, or do without"
+                f"diffusers: {name} in a forward would draw other random numbers on each rank than in one process; "
+                "draw them before the forward, or do without"
             )
 
     def _again(self, first: int) -> Callable[[], AbstractContextManager[None]]:  # type: ignore[override]

@@ -187,7 +187,7 @@ def _check_modules(named: Named) -> None:
     """Raise NotImplementedError for dropout, and for layers that run in parts along tokens."""
     if drops := active_dropout(named):
         raise NotImplementedError(
-            f"diffusers: {drops}, which would drop other numbers of a rank's tokens than of all; set its p to 0"
+            f"diffusers: {drops}, which would drop other values on each rank than in one process; set its p to 0"
         )
     for name, module in named:
         if vars(module).get("_chunk_size") is not None and vars(module).get("_chunk_dim"):

@@ -36,8 +36,8 @@ def rank_generates(handle: ParallelModel, name: str, generate: Callable[..., Any
             return generate(*args, **named)
     if name != "generate":
         raise NotImplementedError(
-            f"{name} on weights that {sharded.who} shards over {len(sharded.ranks)} ranks: each makes another number "
-            "of forwards, which gather weights from all; call generate, in which ranks go on together"
+            f"{name} on weights that {sharded.who} shards over {len(sharded.ranks)} ranks: each forward gathers "
+            "weights from all ranks, and ranks make different numbers of them; call generate, which keeps ranks in step"
         )
     try:
         with handle.local():

@@ -169,7 +169,9 @@ def united(every: list[MaskSummary], lengths: list[Ints]) -> tuple[dict[Rule, st
     for rule, block in (item for told in every for item in told.rules.items()):
         if block and rules.get(rule):
             if rules[rule] != block:
-                raise NotImplementedError(f"masks of ranks have blocks in two ways: {rules[rule]} and {block}")
+                raise NotImplementedError(
+                    f"tokens attend in both directions by different rules on ranks: {rules[rule]} and {block}"
+                )
         elif block or rule not in rules:
             rules[rule] = block
     first = np.cumsum([0, *(int(each.sum()) for each in lengths)])
@@ -218,7 +220,7 @@ def blocks_of(function: Callable[..., Any]) -> Tensor | None:
         parts.append(closure["mask_function"])
     found = [ids for ids in map(blocks_of, parts) if ids is not None]
     if any(not ids.equal(found[0]) for ids in found[1:]):
-        raise NotImplementedError("a mask has blocks of two kinds")
+        raise NotImplementedError("a mask lets tokens attend in both directions by two different rules")
     return found[0] if found else None
 
 
