@@ -60,13 +60,13 @@ def lines(path: Path) -> tuple[int, int, int]:
     return len(code - docs), len(comments), len(docs)
 
 
-def rooms(tree: Path) -> dict[str, tuple[int, int, int]]:
-    """`lines` of the sub-packages of seqpar; modules beside them are one room."""
+def packages(tree: Path) -> dict[str, tuple[int, int, int]]:
+    """`lines` of the sub-packages of seqpar; modules beside them are one package."""
     found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for path in sorted((tree / "seqpar").rglob("*.py")):
         inside = path.relative_to(tree / "seqpar").parts
         found[inside[0] if len(inside) > 1 else "(modules)"].append(lines(path))
-    return {room: tuple(map(sum, zip(*counted))) for room, counted in found.items()}  # type: ignore[misc]
+    return {package: tuple(map(sum, zip(*counted))) for package, counted in found.items()}  # type: ignore[misc]
 
 
 def sizes(tree: Path) -> dict[str, int]:
@@ -212,9 +212,9 @@ def main() -> None:
     if options.before:
         trees = {"before": before.tree(options.before)} | trees
     table = Table("lines", *(f"{kind}\n{when}" for when in trees for kind in ("code", "comments", "docstrings")))
-    counted = {when: rooms(tree) for when, tree in trees.items()}
-    for room in sorted({room for found in counted.values() for room in found}):
-        table.add_row(room, *row_of([n for found in counted.values() for n in found.get(room, (None,) * 3)]))
+    counted = {when: packages(tree) for when, tree in trees.items()}
+    for package in sorted({package for found in counted.values() for package in found}):
+        table.add_row(package, *row_of([n for found in counted.values() for n in found.get(package, (None,) * 3)]))
     sums = [sum(column) for found in counted.values() for column in zip(*found.values())]
     table.add_row("all", *row_of(sums), style="bold")
     rich.print(table)

@@ -35,9 +35,9 @@ BELOW = FACTS | {"native", "private"}
 # unit -> (units of seqpar it may import besides itself, third parties it may import): lower never imports higher
 FLOOR_2 = BELOW | {"plan", "planner", "comm", "kernels", "ops"}
 FLOOR_3 = FLOOR_2 | {"parallel", "recurrent", "nn", "foreign", "trial", "dsp", "data", "train", "integrations"}
-ANY = None  # floor 4 may use any third party
+ANY = None  # layer 4 may use any third party
 TENSORS = {"numpy", "torch"}
-FLOORS: dict[str, tuple[set[str], set[str] | None]] = {
+LAYERS: dict[str, tuple[set[str], set[str] | None]] = {
     "facts": (set(), {"numpy"}),
     "private": (set(), TENSORS),
     "plan": (FACTS, {"numpy"}),
@@ -186,8 +186,8 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in pat
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_file_imports_only_lower_floors(path: Path) -> None:
     unit = unit_of(path)
-    assert unit in FLOORS, f"{path} is in no floor: put it on one in FLOORS"
-    allowed, third_parties = FLOORS[unit]
+    assert unit in LAYERS, f"{path} is in no layer: add it to LAYERS"
+    allowed, third_parties = LAYERS[unit]
     units, others = edges(path)
     assert units <= allowed | {unit}, f"{path} imports {sorted(units - allowed - {unit})} of seqpar"
     if third_parties is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_package import FLOORS
+from tests.test_package import LAYERS
 
 ROOT = Path(__file__).parent.parent
 # Modules whose `__all__` is public.
@@ -77,21 +77,21 @@ def test_the_reference_has_every_public_name(module: str, site: Path) -> None:
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-NAMESPACES = {"__main__", "__init__"}  # of the package itself: no rooms
+NAMESPACES = {"__main__", "__init__"}  # of the package itself: no packages
 
 
-def test_the_floors_of_the_page_are_those_that_are_enforced() -> None:
+def test_the_layers_of_the_page_are_those_that_are_enforced() -> None:
     cells = re.findall(r"^\| (\d) \| `(\w+)` \| (.*) \| (.*) \|$", ARCHITECTURE, re.MULTILINE)
-    floor = {room: int(number) for number, room, _, _ in cells}
-    assert set(floor) == set(FLOORS) - NAMESPACES
-    for _, room, units, others in cells:
-        up_to = re.search(r"floors 0 to (\d)", units)
-        below = {unit for unit in floor if up_to and floor[unit] <= int(up_to[1])}
+    layer = {package: int(number) for number, package, _, _ in cells}
+    assert set(layer) == set(LAYERS) - NAMESPACES
+    for _, package, units, others in cells:
+        up_to = re.search(r"layers 0 to (\d)", units)
+        below = {unit for unit in layer if up_to and layer[unit] <= int(up_to[1])}
         namespace = {""} if "own namespace" in units else set()
         may_import = below | namespace | set(re.findall(r"`(\w+)`", units))
-        allowed, third_parties = FLOORS[room]
-        assert may_import - {room} == allowed - {room}, room
-        assert (None if others == "any" else set(others.split(", "))) == third_parties, room
+        allowed, third_parties = LAYERS[package]
+        assert may_import - {package} == allowed - {package}, package
+        assert (None if others == "any" else set(others.split(", "))) == third_parties, package
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
