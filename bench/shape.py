@@ -34,9 +34,8 @@ LONGEST = 450  # lines of a file
 DETECTORS = (
     "trial", "train/checks.py", "foreign", "integrations/probe", "integrations/sdpa/trials.py",
     "integrations/sdpa/calls.py", "integrations/hf/trial", "integrations/hf/afterwards.py", "integrations/hf/guard.py",
-    "integrations/adapters.py", "dsp/trial.py", "dsp/checks.py", "dsp/agreed.py", "train/weights.py", "train/loop.py",
-    "train/once.py", "train/wrappers.py", "train/check.py", "ops/core/compared.py", "ops/core/regions.py",
-    "ops/core/repetition.py",
+    "integrations/adapters.py", "dsp/trial.py", "dsp/checks.py", "dsp/agreed.py", "train/wrappers.py", "train/norms.py",
+    "ops/core/compared.py", "ops/core/regions.py", "ops/core/repetition.py",
 )  # fmt: skip
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

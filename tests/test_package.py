@@ -104,7 +104,7 @@ ORDER = {
     """,
     "nn": "checkpoint source attention multihead __init__",
     "testing": "oracle comparison __init__",
-    "foreign": "kinds wrap hooks fingerprint weights gradients __init__",
+    "foreign": "kinds wrap hooks __init__",
     "trial": """
         randomness near_zero rounding exact protect identity nested sizes rows record compare stand_ins runs modules
         __init__

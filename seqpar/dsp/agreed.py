@@ -14,28 +14,24 @@ from seqpar.dsp.checks import check_modules, check_results, kept
 from seqpar.dsp.runner import ForwardState
 from seqpar.dsp.spec import Spec
 from seqpar.dsp.trial import COUNTS
-from seqpar.foreign.fingerprint import hashed, leaves
 from seqpar.foreign.hooks import CACHING, Named, check_hooks
-from seqpar.foreign.kinds import name_of
-from seqpar.foreign.weights import WeightChecks, check_weights
 from seqpar.ops.core.agreement import agreement, gathering
-from seqpar.train.dtensor import global_rank
-from seqpar.train.wrappers import WrapperCheck
+from seqpar.ops.core.compared import hashed, leaves
+from seqpar.train.checks import StepChecks
 from seqpar.trial.identity import identity
 from seqpar.trial.randomness import active_dropout
 from seqpar.trial.rounding import autocast_dtypes
 
 
 class SeenModel:
-    """What was checked of a model: its modules, its weights, kinds of calls, batch shapes, and stages tried.
+    """What was checked of a model: its modules, its training steps, kinds of calls, batch shapes, and stages tried.
 
     A copy of the model starts empty.
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self.wrapper: WrapperCheck | None = None
-        self.checks = WeightChecks()
+        self.steps: StepChecks | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -70,7 +66,12 @@ class ForwardChecks:
         Returns the kind of call: the mode of the model, and what its modules run on each rank.
         """
         model, what, facts = named[0][1], f"a forward of {type(named[0][1]).__name__}", dict[str, object]()
-        with gathering(what, self.comm, lambda code, error: self.comm.gather(what, code, error, facts=facts)) as codes:
+        if seen.steps is None:
+            seen.steps = StepChecks(
+                model, self.comm, average_over=self.average_over, within="the forward of parallelize"
+            )
+        gather = seen.steps.gather if self.values else self.comm.gather
+        with gathering(what, self.comm, lambda code, error: gather(what, code, error, facts=facts)) as codes:
             self._check_changes(named, seen)
             facts |= {"grad enabled": torch.is_grad_enabled(), "training": model.training}
             facts |= {
@@ -79,15 +80,12 @@ class ForwardChecks:
             facts |= {"grad": self.grad, "average_over": self.average_over}
             facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])
-            weights = seen.checks.weights(model, seen.modules) if self.values else None
-            codes.own = identity(self.comm.size, seen.modules), weights, global_rank()
-        every, weighed, ranks = zip(*codes.every)
-        check_weights(what, weighed)
-        seen.checks.passed()
-        if self.grad == "replicated":
-            seen.wrapper = seen.wrapper or WrapperCheck(frozenset(ranks), self.comm.size)
-            seen.wrapper.check(f"dsp: {name_of(model)}", model, self.average_over)
-        return model.training, every
+            codes.own = identity(self.comm.size, seen.modules)
+        if torch.is_grad_enabled():
+            seen.steps.wrapper()
+            if self.grad == "replicated":
+                seen.steps.check_average(f"dsp: {type(model).__name__}")
+        return model.training, tuple(codes.every)
 
     def _fact(self, x: Tensor) -> tuple[object, ...]:
         return tuple(x.shape), x.dtype, x.requires_grad, hashed(x) if self.values else None

@@ -27,13 +27,12 @@ from seqpar.dsp.specs import SPECS
 from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
-from seqpar.foreign.fingerprint import hashed, leaves
-from seqpar.foreign.gradients import check_gradient
 from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.collective_op import refuse_batches
+from seqpar.ops.core.compared import check_gradient, hashed, leaves
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import known_regions
 from seqpar.private.torch import backward_pass
@@ -65,8 +64,8 @@ def parallelize(
     replicated losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
-    number), in the first and some of the next 16 with gradients the weights, except DTensors, and in a backward of
-    replicated losses the gradient of the output; without it only shapes are compared. Otherwise different noise or
+    number), in the first and after writes to them the weights, and in a backward of replicated losses the gradient
+    of the output; without it only shapes are compared. Otherwise different noise or
     seeds, or frames sharded before, would silently compute something meaningless.
 
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
-from seqpar.foreign.fingerprint import leaves
 from seqpar.ops.core.agreement import errors_on_all_ranks
-from seqpar.ops.core.compared import version_of
+from seqpar.ops.core.compared import leaves, version_of
 from seqpar.trial.protect import OF_MODULES, held
 from seqpar.trial.randomness import draws
 

@@ -5,11 +5,11 @@ ranks, so losses and parameter gradients are *summed* over ranks. If a wrapper a
 (DistributedDataParallel, `fully_shard`), give the loss ``average_over=n``.
 """
 
-from seqpar.train.check import check_model
 from seqpar.train.gradients import clip_grad_norm, grad_norm, sync_gradients
 from seqpar.train.log_probs import token_log_probs
 from seqpar.train.loss import cross_entropy, linear_cross_entropy
 from seqpar.train.mean import Mean
+from seqpar.train.norms import check_model
 from seqpar.train.sums import all_sum, token_mean
 
 __all__ = [

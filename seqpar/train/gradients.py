@@ -7,7 +7,6 @@ FSDP2 reduce gradients themselves; under them only the norm is needed from here.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -24,9 +23,8 @@ from seqpar.comm.protocol import has_memory
 from seqpar.facts.value import integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
+from seqpar.train.checks import checks_of, mark_summed, remark, summed_already
 from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
-from seqpar.train.loop import loops_of
-from seqpar.train.once import Marks, Sum, remark
 from seqpar.train.sums import adds, sum_in_place
 from seqpar.train.wrappers import Averaging, in_flat
 
@@ -45,8 +43,8 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     gradients' bytes on n ranks, except that few bytes go by pairs on the CPU, up to 2 MiB from a rank, and that 16 bits
     are reduced as 32 on CUDA, on the CPU up to 2 MiB. After a `PeerError` some gradients may be sums and others not.
 
-    After several backward passes (micro-batches) call it once, after the last one. It warns if a backward adds to a sum
-    that is then summed again, and no optimizer has stepped that parameter in between; it watches some at a time.
+    After several backward passes (micro-batches) call it once, after the last one: what a backward adds
+    to a sum is not told apart from it, and would count the sum once more.
 
     Raises: ValueError if ranks differ in parameters or in which are frozen; for gradients that are sums over ranks
     already on some rank; for a model given to `seqpar.parallelize` if a rank has left out its backward, if it is
@@ -67,44 +65,40 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
         present = _agreed(several, claim, comm)
         call = comm.next_call()
         _sum([p for p, some in zip(several, present) if some], comm, Tag(claim.digest, call, 0, 0), bucket_bytes)
-    for loop in loops_of(several):
-        loop.summed(several)
+    for checks in checks_of(several):
+        checks.summed()
 
 
 class _Claim(NamedTuple):
     """A rank's announcement of its parameters. digest: of their shapes. flags: which have a gradient.
 
-    frozen: which get none. repeated: which gradients are already sums over ranks. growing: whether a backward has added
-    to such a sum. skipped: whether this rank has computed a forward and no gradient. rank: its global rank. reduced:
-    models whose gradients a wrapper has reduced.
+    frozen: which get none. repeated: which gradients are already sums over ranks. skipped: whether this rank has
+    computed a forward and no gradient. rank: its global rank. reduced: models whose gradients a wrapper has reduced.
     """
 
     digest: int
     flags: list[bool]
     frozen: list[bool]
     repeated: list[bool]
-    growing: bool
     skipped: bool
     rank: int
     reduced: list[tuple[str, Averaging]]
 
     @property
     def odd(self) -> bool:
-        """Whether there may be something to refuse or to warn of."""
-        return True in self.repeated or self.growing or self.skipped or bool(self.reduced)
+        """Whether there may be something to refuse."""
+        return True in self.repeated or self.skipped or bool(self.reduced)
 
     @classmethod
     def of(cls, parameters: list[Tensor], bucket_bytes: int) -> _Claim:
         """This rank's announcement."""
         shapes = tuple([_shape(p) for p in parameters])
-        marks, loops = Marks(parameters), loops_of(parameters)
-        flags, frozen = marks.present(), [not p.requires_grad for p in parameters]
-        skipped = not any(flags) and any(loop.unanswered() for loop in loops)
-        reduced = [(type(loop.model).__name__, by) for loop in loops if (by := loop.reduced) and not by.sharded]
-        return cls(
-            _digest(shapes, bucket_bytes), flags, frozen, marks.repeated(), marks.growing(), skipped, global_rank(),
-            reduced,
-        )  # fmt: skip
+        flags, frozen = [p.grad is not None for p in parameters], [not p.requires_grad for p in parameters]
+        every = checks_of(parameters)
+        skipped = not any(flags) and any(checks.unanswered() for checks in every)
+        reduced = [(checks.name, by) for checks in every if (by := checks.reduced) and not by.sharded]
+        digest, repeated = _digest(shapes, bucket_bytes), summed_already(parameters)
+        return cls(digest, flags, frozen, repeated, skipped, global_rank(), reduced)
 
 
 def _shape(p: Tensor) -> tuple[Any, ...]:
@@ -186,7 +180,6 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     with torch.inference_mode(False), torch.no_grad(), abort_on_error(comm, "sync_gradients"):
         if not changed:
             _separate(parameters)
-        marked = Sum(parameters)
         for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
             sums = [_addend(p, changed=changed) for p in bucket]
             asked = changed is not None and not index
@@ -195,8 +188,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
                 return False
             for p, x in zip(bucket, sums):
                 _set_grad(p, x)
-        marked.took(parameters)  # at the end, since gradients that share memory have one version
-        marked.watch()
+        mark_summed(parameters)  # at the end, since gradients that share memory have one version
     return True
 
 
@@ -286,7 +278,7 @@ def _check_backward(found: list[_Claim]) -> None:
 
 
 def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
-    """Raise for gradients unchanged since they were summed; warn of sums that a backward has added to."""
+    """Raise for gradients that were not written to since they were summed."""
     again = [index for index, sums in enumerate(zip(*(other.repeated for other in found))) if any(sums)]
     if again:
         ranks = [rank for rank, other in enumerate(found) if True in other.repeated]
@@ -297,22 +289,15 @@ def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
             "once, after the last backward of a step, with all parameters and all ranks that hold them, and set "
             "gradients that no backward computes any more to None"
         )
-    if any(other.growing for other in found) and not comm.rank:
-        warnings.warn(
-            "sync_gradients: these gradients hold a sum over ranks to which a backward has added, and no optimizer has "
-            "stepped their parameters in between: what was summed is summed once more; call it once, after the last "
-            "backward of a step, and zero_grad() where a step is left out, if only of some parameters",
-            stacklevel=3,
-        )
 
 
 def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | None:
     """The error in this rank's parameters, or None. ranks: the comm's global ranks, if there are DTensors."""
-    for loop in loops_of(parameters):
-        if loop.averages_over(ranks):
+    for checks in checks_of(parameters):
+        if checks.averages_over(ranks):
             return ValueError(
-                f"sync_gradients: {type(loop.model).__name__} is parallel with average_over={loop.average_over}, for a "
-                f"wrapper that averages its gradients; their sum would be {loop.average_over} times too large; leave "
+                f"sync_gradients: {checks.name} is parallel with average_over={checks.average_over}, for a wrapper "
+                f"that averages its gradients; their sum would be {checks.average_over} times too large; leave "
                 "sync_gradients out under a wrapper over these ranks, and average_over without one"
             )
     for index, p in enumerate(parameters):

@@ -21,6 +21,7 @@ from torch import Tensor
 from seqpar.facts.value import is_integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.collective_op import refuse_double_backward
+from seqpar.train.checks import check_average
 from seqpar.train.head import (
     Gradients,
     Head,
@@ -33,7 +34,6 @@ from seqpar.train.head import (
     finish,
     refuse_learned,
 )
-from seqpar.train.wrappers import check_average
 
 
 def cross_entropy(

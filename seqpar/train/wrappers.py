@@ -7,18 +7,12 @@ large, or gradients are too small.
 from __future__ import annotations
 
 import sys
-import threading
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from seqpar.train.dtensor import global_rank
 
 
 class Averaging(NamedTuple):
@@ -43,132 +37,6 @@ class Averaging(NamedTuple):
         """The `average_over` for which gradients are the mean over comms of ``size`` ranks that the wrapper covers."""
         return self.divisor * size / len(self.ranks)
 
-    def misfit(self, size: int, average_over: int) -> Misfit | None:
-        """Why a loss for that `average_over` does not fit; None if it does."""
-        expected = self.average_over(size)
-        if expected % 1 or expected == average_over:
-            return None
-        why = (
-            f"{self.who} divides the sum of {len(self.ranks)} ranks' gradients by {self.divisor:g}, so that they are "
-            f"{average_over}/{expected:g} of this loss's"
-        )
-        return Misfit(why, int(expected))
-
-
-class Misfit(NamedTuple):
-    """Why a loss is not made for its wrapper, and the `average_over` that is."""
-
-    why: str
-    average_over: int
-
-
-class WrapperCheck:
-    """Finds the wrapper that reduces a model's gradients over the ranks of a comm.
-
-    ranks: the comm's global ranks, as in `Averaging.covers`; size: of the comm.
-    """
-
-    def __init__(self, ranks: frozenset[int], size: int) -> None:
-        self.ranks, self.size = ranks, size
-        # with the class of the model at that time, which `fully_shard` changes
-        self._fsdp: tuple[type[nn.Module], Averaging | None] | None = None
-        self._checked = False
-
-    def find(self, model: nn.Module) -> Averaging | None:
-        """The wrapper around the forward that begins, or in its model, if it reduces gradients over the comm."""
-        found = by_ddp(model)
-        if found is None:
-            if self._fsdp is None or self._fsdp[0] is not type(model):
-                self._fsdp = type(model), by_fsdp(model, trained=True)
-            found = self._fsdp[1]
-        return found if found is not None and found.covers(self.ranks, self.size) else None
-
-    def check(self, what: str, model: nn.Module, average_over: int) -> None:
-        """Warn on one rank, in the first forward inside a wrapper, if it averages by another number than that."""
-        if self._checked or not torch.is_grad_enabled() or (found := self.find(model)) is None:
-            return
-        self._checked = True
-        if (misfit := found.misfit(self.size, average_over)) and global_rank() == min(self.ranks):
-            warnings.warn(
-                f"{what}: {misfit.why}; give seqpar.parallelize(..., average_over={misfit.average_over}), and leave "
-                "the loss as it is",
-                stacklevel=3,
-            )
-
-
-class LossCheck:
-    """Warns once of a loss that is not made for the wrapper of its model, where the model's caller computes it.
-
-    size: of the comm, over which the wrapper reduces gradients.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size, self.told = size, False
-
-    @contextmanager
-    def inside(self, wrapper: Averaging) -> Iterator[None]:
-        """A forward, which may compute the loss itself."""
-        before, _inside.mark = _inside.mark, (self, wrapper)
-        try:
-            yield
-        finally:
-            _inside.mark = before
-
-    def mark(self, wrapper: Averaging, results: Iterable[object]) -> None:
-        """Mark the results of a forward, by which a loss of them is known."""
-        global _marked_any
-        _marked_any = True
-        for x in results:
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.grad_fn.metadata[MARK] = self, wrapper
-
-
-_marked_any = False  # in this process; else losses need not look for marks
-MARK = "seqpar: wrapper"  # a key of the metadata of autograd's nodes
-FAR = 64  # nodes between a model's result and its loss
-
-
-class _Inside(threading.local):
-    """The forward that this thread is in."""
-
-    mark: tuple[LossCheck, Averaging] | None = None
-
-
-_inside = _Inside()
-
-
-def check_average(what: str, rows: Tensor, average_over: int) -> None:
-    """Warn of a loss of these rows that is for no wrapper, where a wrapper reduces the gradients of their model.
-
-    A loss for another number than the comm's size may count the labels of other ranks too.
-    """
-    if average_over != 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled() or rows.grad_fn is None:
-        return
-    if (mark := _inside.mark or _marked(rows)) is None or mark[0].told:
-        return
-    check, wrapper = mark
-    check.told = True
-    if misfit := wrapper.misfit(check.size, average_over):
-        more = ""
-        if len(wrapper.ranks) != check.size:
-            more = f" (or {wrapper.divisor:g}, where `valid` counts the labels of all {len(wrapper.ranks)} ranks)"
-        warnings.warn(
-            f"{what}: {misfit.why}, unless you multiply it yourself; give it average_over={misfit.average_over}{more}",
-            stacklevel=3,
-        )
-
-
-def _marked(x: Tensor) -> tuple[LossCheck, Averaging] | None:
-    """The mark of the forward that x comes from, a few operations away."""
-    found, seen = [x.grad_fn] if _marked_any else [], set[Any]()
-    for node in found:
-        if node is not None and node not in seen and len(seen) < FAR:
-            seen.add(node)
-            if MARK in node.metadata:
-                return node.metadata[MARK]  # type: ignore[no-any-return]
-            found += [each for each, _ in node.next_functions]
-    return None
-
 
 def by_ddp(model: nn.Module) -> Averaging | None:
     """The reduction of this pass's gradients by DistributedDataParallel, called inside its forward."""
@@ -191,10 +59,10 @@ def by_fsdp(model: nn.Module, *, trained: bool = False) -> Averaging | None:
     return None
 
 
-def shards(model: nn.Module) -> dict[int, int]:
-    """The ids of shards, which optimizers have, by those of the parameters that `fully_shard` makes whole of them."""
+def shards(model: nn.Module) -> dict[int, Tensor]:
+    """The shards, which optimizers have, by ids of the parameters that `fully_shard` makes whole of them."""
     every = (p for group in _groups(model) for p in group.fsdp_params)
-    return {id(p._unsharded_param): id(p.sharded_param) for p in every if hasattr(p, "_unsharded_param")}
+    return {id(p._unsharded_param): p.sharded_param for p in every if hasattr(p, "_unsharded_param")}
 
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:

@@ -206,7 +206,7 @@ def wrong(comm: Comm, how: str) -> str:
         ("dropout", "NotImplementedError: transformer_blocks.0.attn1.to_out.1 is dropout with p=0.1"),
         ("frames", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
         ("noise", "ValueError: a forward of LatteTransformer3DModel: ranks differ in hidden_states"),
-        ("weights", "ValueError: a forward of LatteTransformer3DModel: weights differ between rank 0 and rank 1"),
+        ("weights", "ValueError: a forward of LatteTransformer3DModel: weights differ between rank 0 and rank 1, "),
         ("mask", "encoder_attention_mask of transformer_blocks.0"),
         ("spatial only", "NotImplementedError: stage transformer_blocks.1 is called where temporal"),
         ("right", "nothing"),
@@ -222,7 +222,7 @@ def unsummed(comm: Comm, validations: int) -> str:
     with torch.no_grad():
         for _ in range(validations):
             model(**clip())
-    with pytest.raises(ValueError, match="weights differ between rank 0 and rank 1 since an optimizer stepped"):
+    with pytest.raises(ValueError, match="weights differ between rank 0 and rank 1, .* an optimizer stepped"):
         for _ in range(2):
             model(**clip()).sample.square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -235,20 +235,21 @@ def test_a_step_with_shares_of_gradients_is_refused(validations: int) -> None:
 
 
 def freezing(comm: Comm, before: int) -> bool:
-    """Rank 0 freezes a parameter after some forwards, and later the weights of all ranks change alike."""
+    """Rank 0 freezes a parameter after some forwards: it may, where no gradient is computed."""
     model = latte().train()
     parallelize(model, comm, plan=SHARDED)
-    for number in range(before + 3):
-        if number == before and comm.rank == 0:
-            model.proj_out.bias.requires_grad_(False)
+    for _ in range(before):
         model(**clip()).sample.square().mean().backward()
-        with torch.no_grad():
-            model.proj_out.weight += 1e-3
+    model.proj_out.bias.requires_grad_(bool(comm.rank))
+    with torch.no_grad():
+        model(**clip())
+    with pytest.raises(ValueError, match="proj_out.bias is frozen on rank 0 and not on rank 1"):
+        model(**clip())
     return True
 
 
-@pytest.mark.parametrize("before", [1, 3, 4])
-def test_a_rank_may_freeze_a_parameter(before: int) -> None:
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_parameter_that_one_rank_freezes_is_named(before: int) -> None:
     assert run_threads(2, freezing, before, timeout=60.0) == [True, True]
 
 

@@ -389,8 +389,7 @@ def test_values_on_a_device_are_compared_even_if_no_other_call_is_new(monkeypatc
 
 def test_a_hash_of_values_tells_elements_and_order_apart() -> None:
     several = [torch.tensor(x) for x in ([0.0, 1.0], [1.0, 0.0], [0.0, 2.0], [0.0, 1.0, 0.0], [0.0, 1.0 + 1e-7])]
-    assert len({int(compared.element_hash(x)) for x in several}) == len(several)
-    assert int(compared.element_hash(several[0].bfloat16())) == int(compared.element_hash(several[0]))
+    assert len({compared.hashed(x) for x in several}) == len(several)
 
 
 def verbs(comm: Comm, plan: Plan, dst: Layout, device: str = "cpu") -> None:

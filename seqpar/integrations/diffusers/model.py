@@ -11,8 +11,8 @@ keys that are seen are then one interval, whatever the text mask.
 
 **Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process. Each rank
 takes its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
-(`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and in some of
-the first forwards their weights: different noise on different ranks would go unnoticed otherwise.
+(`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and weights
+that no step of an optimizer wrote: different noise on different ranks would go unnoticed otherwise.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
 from seqpar.facts.value import integer
-from seqpar.foreign.fingerprint import fingerprint, leaves
 from seqpar.foreign.kinds import name_of
-from seqpar.foreign.weights import WeightChecks, check_weights
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
@@ -39,12 +37,12 @@ from seqpar.integrations.diffusers.recipes import RECIPES
 from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
+from seqpar.ops.core.compared import hashed, leaves
 from seqpar.ops.core.regions import known_regions
 from seqpar.plan import Plan
-from seqpar.train.dtensor import global_rank
-from seqpar.train.wrappers import WrapperCheck
+from seqpar.train.checks import StepChecks
 
-PARAMETERS, WEIGHTS, AVERAGE, RANK = "the number of parameters", "weights", "average_over", "rank"  # facts of a forward
+AVERAGE = "average_over"  # a fact of a forward
 
 
 def parallelize(
@@ -62,8 +60,8 @@ def parallelize(
 
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
     default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
-    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients, or weights
-    before the first and some of the next 16 forwards with gradients differ between ranks.
+    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients or weights
+    differ between ranks.
     """
     recipe = RECIPES.get(name_of(model))
     if recipe is None:
@@ -125,8 +123,12 @@ def _compared(
     if model is sharing.handle.model:
         for region in known_regions():
             region.run_again_inside(sharing.handle.again, sharing.handle)
+    if (checks := sharing.checks.get(model)) is None:
+        checks = StepChecks(model, sharing.comm, average_over=sharing.average_over, within="the forward of parallelize")
+        sharing.handle.on_undo(checks.close)
+        sharing.checks[model] = checks
     modes = {"grad enabled": torch.is_grad_enabled()}
-    gather = partial(sharing.comm.gather, "diffusers: forward", facts=modes)
+    gather = partial(checks.gather, "diffusers: forward", facts=modes)
     with gathering("diffusers: forward", sharing.comm, gather) as facts:
         if len(args) > 1:
             raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")
@@ -134,11 +136,8 @@ def _compared(
             arguments["hidden_states"] = args[0]
         named = list(model.named_modules())
         recipe.check(named, arguments)
-        facts.own = {name: fingerprint(value) for name, value in leaves(arguments)}
-        facts.own[PARAMETERS] = sum(len(module._parameters) for _, module in named)
-        checks = sharing.checks.setdefault(model, WeightChecks())
-        facts.own[WEIGHTS] = checks.weights(model, [module for _, module in named])
-        facts.own[AVERAGE], facts.own[RANK] = sharing.average_over, global_rank()
+        facts.own = {name: _fingerprint(value) for name, value in leaves(arguments)}
+        facts.own[AVERAGE] = sharing.average_over
         recipe.expand_text(arguments)
         sizes = recipe.sizes(model, arguments)
         if recipe.mask and not recipe.masks:
@@ -149,11 +148,15 @@ def _compared(
     for stream in recipe.exits.values():
         sharing.gathered(sizes, stream)
     _same_on_all(facts.every)
-    checks.passed()  # a call after an error is compared again
-    if model not in sharing.wrappers:
-        sharing.wrappers[model] = WrapperCheck(frozenset(each[RANK] for each in facts.every), sharing.comm.size)
-    sharing.wrappers[model].check("diffusers", model, sharing.average_over)
+    if torch.is_grad_enabled():
+        checks.wrapper()
+        checks.check_average("diffusers")
     return arguments, sizes
+
+
+def _fingerprint(value: object) -> object:
+    """Equal for equal values, almost never for others."""
+    return (tuple(value.shape), value.dtype, hashed(value)) if isinstance(value, Tensor) else repr(value)
 
 
 def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
@@ -162,13 +165,8 @@ def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(facts):
         for name in first | other:
             one, another = first.get(name), other.get(name)
-            if one == another or name in (WEIGHTS, RANK):
+            if one == another:
                 continue
-            if name == PARAMETERS:
-                raise ValueError(
-                    f"diffusers: the model has {one} parameters on rank 0 and {another} on rank {rank}; add the same "
-                    "adapters on every rank"
-                )
             if name == AVERAGE:
                 raise ValueError(
                     f"diffusers: average_over is {one} on rank 0 and {another} on rank {rank}; give every rank the "
@@ -178,4 +176,3 @@ def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
                 f"diffusers: {name} differs between rank 0 and rank {rank}: {one} and {another} (shape, dtype, "
                 "fingerprint); pass the same whole tensors on every rank, drawn with the same seed"
             )
-    check_weights("diffusers", [other[WEIGHTS] for other in facts])

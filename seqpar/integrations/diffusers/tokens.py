@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.foreign.weights import WeightChecks
 from seqpar.foreign.wrap import ParallelModel
 from seqpar.ops.attention.signature import Numerics
 from seqpar.plan import Plan
-from seqpar.train.wrappers import WrapperCheck
+from seqpar.train.checks import StepChecks
 
 MakePlan = Callable[..., Plan]  # of a mask, a layout, and kv_layout= where keys are other tokens than queries
 Array = np.ndarray[Any, Any]
@@ -47,7 +46,7 @@ class Sharing:
     """How a model's tokens are shared among ranks, with the plans of the latest sizes.
 
     handle: of the model. numerics: of attention. average_over: how many times as large the model makes gradients.
-    checks: of the weights of the model and of its copies. wrappers: the checks of what averages their gradients.
+    checks: of the training steps of the model and of its copies.
     """
 
     handle: ParallelModel
@@ -56,8 +55,7 @@ class Sharing:
     numerics: Numerics
     average_over: int
     plans: dict[TokenCounts, dict[Hashable, Plan]] = field(default_factory=dict)
-    checks: WeakKeyDictionary[nn.Module, WeightChecks] = field(default_factory=WeakKeyDictionary)
-    wrappers: WeakKeyDictionary[nn.Module, WrapperCheck] = field(default_factory=WeakKeyDictionary)
+    checks: WeakKeyDictionary[nn.Module, StepChecks] = field(default_factory=WeakKeyDictionary)
 
     def plan(self, sizes: TokenCounts, queries: Streams, keys: Streams) -> Plan:
         """The plan of attention from the tokens of some streams to those of some, sample by sample."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.dsp.moves import unshard_alike
-from seqpar.foreign.gradients import check_gradient
 from seqpar.integrations.diffusers.forward import current
 from seqpar.integrations.diffusers.tokens import Streams
+from seqpar.ops.core.compared import check_gradient
 
 
 def attending(

@@ -31,7 +31,7 @@ from seqpar.integrations.hf.prefetch import Plans, prefetched
 from seqpar.integrations.hf.reading import Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.registry import implementation, register
-from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, ItemCounts, SupportedCalls
+from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, ItemCounts, SameBatches, SupportedCalls
 from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
@@ -40,7 +40,7 @@ from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.plan import Plan
-from seqpar.train.loop import Loop
+from seqpar.train.checks import StepChecks
 
 Planner = Callable[[Ints, int], Plan]
 
@@ -103,10 +103,11 @@ class TransformerHandle(ParallelModel):
         self._reader = Reader(
             model, self.fit, planner, self._check, entries=self.entries, optional=self.optional, replicated=replicated
         )
+        self._same = SameBatches(comm)
         self._items = ItemCounts(model, comm.size if replicated else 1)
         self._outputs = Outputs(model, comm, self.fit, average_over, self._items.copies, self.returned)
-        self._loop = Loop(model, comm, average_over=average_over)
-        self._undone.callback(self._loop.close)
+        self._checks = StepChecks(model, comm, average_over=average_over)
+        self._undone.callback(self._checks.close)
         self._install()
         ask_trainer()
 

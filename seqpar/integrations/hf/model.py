@@ -124,12 +124,14 @@ class ParallelTransformer(TransformerHandle):
         )
         assert known is not None
         if call.training:
-            self._loop.note_wrapper(call.what, averaged=call.averaged)
+            self._checks.wrapper()
+            if call.averaged:  # else the caller scales the loss
+                self._checks.check_average(call.what)
         chosen = choose(known, self.comm.size, partial(self._plans, brought=known.brought(self.comm.size)))
         (own,) = take(known, self.comm, call.how, chosen, alike=self._plans.repeats)
         if call.training and self.source == "sharded":
             tokens = call.arguments.get("input_ids", call.arguments.get("inputs_embeds"))
-            self._loop.note_batch(call.what, own.plan.mask.lengths, tokens)
+            self._same.note(call.what, own.plan.mask.lengths, tokens)
         if self._head is None:
             self._items.check(call.request.items, call.count, own.valid, self.fit, training=call.training)
         request, rows = self._reader.rows(call, own)
@@ -143,8 +145,8 @@ class ParallelTransformer(TransformerHandle):
         """
         facts = {**call.facts, "the masks of the forward before": self._layers.rules}
         if not self._rotaries:
-            return self._loop.gather(call.what, value, error, facts=facts)
-        every = self._loop.gather(call.what, (value, 0 if error else length_of(call.batch)), error, facts=facts)
+            return self._checks.gather(call.what, value, error, facts=facts)
+        every = self._checks.gather(call.what, (value, 0 if error else length_of(call.batch)), error, facts=facts)
         self._longest = max(length for _, length in every)
         return [announced for announced, _ in every]
 
@@ -180,7 +182,7 @@ class ParallelTransformer(TransformerHandle):
         if self._head is not None:
             self._head.share = own
         results = self._outputs.home(module, asked, own, out, hidden)
-        self._loop.note_results(own.plan.layout.tokens(self.comm.rank), graphs(results))
+        self._checks.note_results(own.plan.layout.tokens(self.comm.rank), graphs(results))
         if asked.recomputed:
             for x in graphs(results):
                 x.register_hook(self._check_awake)

@@ -15,6 +15,7 @@ from seqpar.comm import Comm
 from seqpar.data.batch import FACTS
 from seqpar.data.host import read_entries
 from seqpar.data.rows import LABELS
+from seqpar.facts.value import Ints
 from seqpar.integrations.hf.config import ASKED, takes_any, text_of
 from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.forward import inside
@@ -22,6 +23,7 @@ from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall, LocalHead, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial.runs import ModelFit
+from seqpar.ops.core.compared import hashed
 from seqpar.private.torch import backward_pass
 
 # Entries of a batch with a value per token, and entries that mark documents.
@@ -101,6 +103,37 @@ def too_few(items: Any, labels: int) -> ValueError:
         f"num_items_in_batch is {int(items)}, but the batches of all ranks have {labels} labels that count; count "
         "those of all ranks, as Trainer does with average_tokens_across_devices=True"
     )
+
+
+class SameBatches:
+    """Warns once if all ranks bring the same batch twice in a row, as if each had its own.
+
+    This takes at most two small exchanges in all.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._count: int | None = 0 if comm.size > 1 else None  # None once that is settled
+
+    def note(self, what: str, lengths: Ints, tokens: Tensor | None) -> None:
+        """Note a batch. lengths: of all ranks' documents, rank after rank. tokens: of this rank's batch."""
+        if self._count is None:
+            return
+        size = self.comm.size
+        alike = lengths.size % size == 0 and bool((lengths.reshape(size, -1) == lengths[: lengths.size // size]).all())
+        if not alike or len(set(self.comm.gather(f"{what}: batches", hashed(tokens)))) > 1:
+            self._count = None
+            return
+        self._count += 1
+        if self._count == 2:
+            self._count = None
+            if not self.comm.rank:
+                warnings.warn(
+                    f"{what}: all {size} ranks bring the same batch, and each document is computed {size} times; give "
+                    "each rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of "
+                    "them",
+                    stacklevel=3,
+                )
 
 
 class ItemCounts:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
-from seqpar.foreign.fingerprint import leaves
-from seqpar.foreign.weights import COMPARED
 from seqpar.foreign.wrap import ParallelModel, refuse_unready
 from seqpar.integrations.sdpa.calls import ModelCall, key_of
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
 from seqpar.integrations.sdpa.trials import refused, warn_untried
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
+from seqpar.ops.core.compared import leaves
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
 from seqpar.train import check_model
-from seqpar.train.loop import Loop
-from seqpar.train.wrappers import Averaging, LossCheck
+from seqpar.train.checks import StepChecks, expect_loss
 from seqpar.trial.modules import dropping, mixing, renorming
 from seqpar.trial.record import under_trial
 
@@ -43,7 +42,8 @@ def parallelize(
     anywhere, with checkpoints inside or around the model. Parameters, buffers, hooks and the state dict stay as they
     are; a copy of the model is parallelized too.
 
-    Before the first and some of the next 16 forwards, ranks compare weights in one or two small rounds.
+    Ranks compare weights at the first forward, and at the first one after they were written otherwise than by a step
+    of an optimizer.
 
     The model is tried before its first forward, in training and in eval, and again when the class or forward of one of
     its modules is another. A trial is a few forwards without gradients, and restores the model.
@@ -77,14 +77,12 @@ class _Forward:
     ) -> None:  # fmt: skip
         self.comm, self.plan, self.local, self.seed, self.count = comm, plan, local, seed, 0
         self.numerics = numerics
-        self._compared = 0  # forwards that count for comparisons of weights
-        self._losses = LossCheck(comm.size)
-        self._loop: Loop | None = None  # of the model whose forward came first, not of its copies
+        self._checks = WeakKeyDictionary[nn.Module, StepChecks]()  # of the model and its copies
 
     def close(self) -> None:
-        """Remove the hooks from the model's parameters."""
-        if self._loop is not None:
-            self._loop.close()
+        """Leave optimizers and `sync_gradients` alone."""
+        for checks in self._checks.values():
+            checks.close()
 
     def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if under_way() and (self.plan is None or self.seed is not None):
@@ -93,14 +91,10 @@ class _Forward:
                 "forward; checkpoint parts inside the model, or give parallelize its plan and no dropout_seed"
             )
         plan = self._surrounding(model) if self.plan is None else self.plan
-        why = wrapper = None
-        if not under_trial():
-            self._compare(model)
-            why, wrapper = self._try(model, forward, plan, args, kwargs), self._wrapper(model)
+        why = None if under_trial() else self._try(model, forward, plan, args, kwargs)
         seed = None if self.seed is None else derived_seed(self.seed, self.count)
         self.count += not under_trial()
-        inside = nullcontext() if wrapper is None else self._losses.inside(wrapper)
-        with Rerouting(plan, self.comm, self.local, seed, self.numerics, tries=False), inside:
+        with Rerouting(plan, self.comm, self.local, seed, self.numerics, tries=False):
             try:
                 out = forward(*args, **kwargs)
             except RuntimeError as failure:
@@ -110,51 +104,29 @@ class _Forward:
         if why is not None:
             warn_untried(model, why)
         if not under_trial():
-            self._note(model, plan.layout.tokens(self.comm.rank), wrapper, out)
+            self._note(model, plan.layout.tokens(self.comm.rank), out)
         return out
 
     @uncompiled
-    def _compare(self, model: nn.Module) -> None:
-        """Raise ValueError on every rank if weights differ between ranks, from the start or by unsummed gradients."""
-        refuse_transforms(f"parallelize({type(model).__name__})")
-        if self.comm.size == 1 or (self._compared and not torch.is_grad_enabled()):
-            return  # optimizers step between forwards with gradients alone; a rank's frozen parts do not decide
-        if self._compared in COMPARED:
-            if self._loop is None:
-                self._loop = Loop(model, self.comm, within="the forward of parallelize")
-            if self._loop.model is model:
-                self._loop.gather(f"parallelize({type(model).__name__})", None, None, facts={})
-        self._compared += 1  # a call after an error is compared again
-
-    @uncompiled
-    def _wrapper(self, model: nn.Module) -> Averaging | None:
-        """What reduces the gradients of this forward over the comm."""
-        loop = self._loop_of(model)
-        return loop.wrapper() if loop is not None and torch.is_grad_enabled() else None
-
-    def _loop_of(self, model: nn.Module) -> Loop | None:
-        """The loop around this model, if it is not that of another copy."""
-        return self._loop if self._loop is not None and self._loop.model is model else None
-
-    @uncompiled
-    def _note(self, model: nn.Module, rows: int, wrapper: Averaging | None, out: Any) -> None:
-        """Note the results of a forward, for the loss and the sum of the gradients."""
-        if (loop := self._loop_of(model)) is None:
-            return
-        results = [x for _, x in leaves(out) if isinstance(x, Tensor)]
-        loop.note_results(rows, results)
-        if wrapper is not None:
-            self._losses.mark(wrapper, results)
+    def _note(self, model: nn.Module, rows: int, out: Any) -> None:
+        """Note the results of a forward, whose gradients are to be summed."""
+        self._checks[model].note_results(rows, [x for _, x in leaves(out) if isinstance(x, Tensor)])
 
     @uncompiled
     def _try(self, model: nn.Module, forward: Any, plan: Plan, args: Any, kwargs: Any) -> str | None:
         """Raise NotImplementedError on every rank if the model's rows do not follow. Returns why that is unknown."""
+        refuse_transforms(f"parallelize({type(model).__name__})")
+        if (checks := self._checks.get(model)) is None:
+            checks = self._checks[model] = StepChecks(model, self.comm, within="the forward of parallelize")
         what = f"sdpa: what {type(model).__name__} runs"
-        gather = partial(self.comm.gather, what, facts={"grad enabled": torch.is_grad_enabled()})
+        gather = partial(checks.gather, what, facts={"grad enabled": torch.is_grad_enabled()})
         with gathering(what, self.comm, gather) as told:
             with suppress(ValueError):  # of a scripted forward, which has no signature
                 inspect.signature(forward).bind(*args, **kwargs)
             told.own = own = key_of(model, self.comm)
+        if torch.is_grad_enabled():
+            checks.wrapper()
+            expect_loss(checks)
         call = ModelCall(model, plan, self.comm, told.every, own)
         if not call.is_due():
             return call.changed()

@@ -21,7 +21,7 @@ from seqpar.ops.attention.source import plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys, plan_fact
 from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import Tensors, check_dense
-from seqpar.ops.core.compared import element_hash
+from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent import blocks, whole
@@ -90,7 +90,7 @@ def computed(
             agreed.keys = plan.memo(("keys", key), lambda: plan_and_call_keys(name, plan, agreed.facts))
         if comm.check_every == "call":
             equal = {"rates": rates, "initial_state": initial}
-            agreed.values = {f"a hash of {title}": int(element_hash(x)) for title, x in equal.items() if x is not None}
+            agreed.values = {f"a hash of {title}": hashed(x) for title, x in equal.items() if x is not None}
     stamp = hash((plan, str(asked.scale), asked.normalize, asked.kernel.name, way, id(comm.stats), comm.rank))
     check_repetition(name, comm, stamp, "plan, scale or travel")
     side, passed, relaid = tables_of(plan, comm.rank, travel, asked.layer, asked.kernel, v.device)

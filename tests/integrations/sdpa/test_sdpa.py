@@ -1046,7 +1046,7 @@ def test_ranks_that_drew_other_weights_are_told() -> None:
         return str(said.value)
 
     first, second = run_threads(2, rank)
-    assert first == second and "blocks.1.out.bias differs by up to 1 " in first
+    assert first == second and "blocks.1.out.bias first (1 in all)" in first
 
 
 def test_other_weights_are_told_again_after_they_were_told() -> None:
@@ -1091,12 +1091,9 @@ def test_a_step_by_gradients_that_nobody_summed_is_told(summed: bool, backwards:
                     seqpar.train.sync_gradients(model.parameters(), comm)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "undo leaves no hook"
         return forwards
 
-    first = bool(validated)  # then the first forward with gradients is the second one that counts
-    right = 3 * backwards if summed else {1: 1, 3: 3 if first else 4}[backwards]
-    assert run_threads(2, rank) == [right] * 2
+    assert run_threads(2, rank) == [3 * backwards if summed else backwards] * 2
 
 
 @pytest.mark.parametrize("forwards", [1, 3])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from seqpar.foreign.gradients import SUMS, sketch
+from seqpar.ops.core.compared import SUMS, sketch
 
 
 def apart(x: Tensor, y: Tensor) -> float:
