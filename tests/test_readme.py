@@ -28,7 +28,7 @@ PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 def test_it_is_short_and_says_at_once_where_it_was_measured() -> None:
     lines = README.splitlines()
     assert len(lines) <= 130
-    assert any("Ranks with a GPU each have not run yet" in line for line in lines[:12])
+    assert any("It has not yet been run on more than one GPU" in line for line in lines[:12])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
