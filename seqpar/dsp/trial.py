@@ -37,9 +37,10 @@ from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding
 from seqpar.dsp.spec import Block
 from seqpar.ops.core.compared import gap, version_of
+from seqpar.trial.compare import close
 from seqpar.trial.near_zero import is_plain, near_zero, without_zeros
 from seqpar.trial.protect import OF_MODULES, SavedState, eager, held, saved
-from seqpar.trial.rounding import ROUGH, is_rough
+from seqpar.trial.rounding import coarseness
 
 log = logging.getLogger("seqpar.dsp")
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
@@ -173,14 +174,14 @@ class Trial:
 
     def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", way: int = EVEN) -> bool:
         """Whether results differ by more than rounding: of rows that a change does not concern, or anywhere."""
-        rough = is_rough(self.module, a)
+        rough = coarseness(self.module, a)
         pairs = [
             self._of_same_rows(x, y, form, dim, way)
             for x, y, form in zip(a, b, self.block.stream.values(), strict=True)
         ]
         # rows that stay in their places are rounded as before, and others nearly so in single precision
         alike = way <= ODD or not rough
-        return any(_differ(x, y, rough) or (alike and _many_differ(x, y, rough)) for x, y in pairs)
+        return any(not close(x, y, rough) or (alike and _many_differ(x, y, rough > 0)) for x, y in pairs)
 
     def _of_same_rows(self, x: Tensor, y: Tensor, text: str, dim: str, way: int) -> tuple[Tensor, Tensor]:
         """The results of the same rows, before a change and after it."""
@@ -211,14 +212,6 @@ def _parity(index: Tensor) -> Tensor:
     while bool((index > 0).any()):
         bits, index = bits ^ (index & 1), index >> 1
     return bits
-
-
-def _differ(a: Tensor, b: Tensor, rough: bool) -> bool:
-    if not a.numel() or not (a.is_floating_point() or a.is_complex()):
-        return not torch.equal(a, b)
-    bound = ROUGH if rough else torch.finfo(a.dtype).eps ** 0.5
-    a, b = (torch.view_as_real(x) if x.is_complex() else x.double() for x in (a, b))
-    return bool(gap(a, b).max() > bound * a.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _many_differ(a: Tensor, b: Tensor, rough: bool) -> bool:

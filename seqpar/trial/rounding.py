@@ -8,14 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-ROUGH = 0.05  # of the largest result, where products are of 16 bits
 LOW = {torch.bfloat16, torch.float16}
 COARSE, TF32 = 2.0**-7, 2.0**-10  # the distance of 1 from the next number, in bfloat16, and in GPUs' products of fp32
-
-
-def is_rough(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Whether equal rows may differ by more than single precision rounds."""
-    return coarseness(model, tensors) > 0
 
 
 def coarseness(model: nn.Module, tensors: Iterable[Tensor]) -> float:

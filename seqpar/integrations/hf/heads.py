@@ -22,6 +22,7 @@ from seqpar.comm import Comm
 from seqpar.data import Share
 from seqpar.integrations.hf.config import caching, hiding
 from seqpar.train.sums import reported, sum_under
+from seqpar.trial.compare import close
 
 IGNORED = -100
 POOLER = "pooler_output"
@@ -64,7 +65,7 @@ def tried(model: PreTrainedModel) -> LocalHead | str:
     every = _run(model, input_ids=padded, attention_mask=right).logits
     for row in range(ROWS):
         at = slice(row, row + 1)
-        if not _close(_run(model, input_ids=padded[at], attention_mask=right[at]).logits, every[at]):
+        if not close(_run(model, input_ids=padded[at], attention_mask=right[at]).logits, every[at]):
             return "its head depends on other rows of the batch"
     if _reads(model, right, input_ids=padded):
         return "its head reads padding"
@@ -81,7 +82,7 @@ def pools(model: PreTrainedModel, hidden: Tensor, pooled: Tensor) -> bool:
     if not isinstance(pooler, nn.Module):
         return False
     try:
-        return all(_close(pooled_of(model, rows), pooled) for rows in (hidden[:, :1], hidden))
+        return all(close(pooled_of(model, rows), pooled) for rows in (hidden[:, :1], hidden))
     except Exception:
         return False
 
@@ -264,7 +265,7 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, **more: Any) -> str
                     _run(model, input_ids=ids[r : r + 1], attention_mask=mask[r : r + 1], labels=given[r : r + 1]).loss
                     for r in rows
                 ]
-                if not _close(torch.stack(each).mean()[None], whole[None]):
+                if not close(torch.stack(each).mean()[None], whole[None]):
                     return "its loss is not a mean over the rows of a batch"
         except Exception as error:
             errors.append(error)
@@ -279,7 +280,7 @@ def _reads(model: PreTrainedModel, mask: Tensor, **given: Tensor) -> bool:
     """Whether logits change with the base model's rows that the mask leaves out. given: tokens or embeddings."""
     with _changed(model, mask):
         other = _run(model, attention_mask=mask, **given).logits
-    return not _close(other, _run(model, attention_mask=mask, **given).logits)
+    return not close(other, _run(model, attention_mask=mask, **given).logits)
 
 
 def _reads_last(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> bool:
@@ -310,9 +311,3 @@ def _changed(model: PreTrainedModel, mask: Tensor) -> Iterator[None]:
 
 def _run(model: PreTrainedModel, **arguments: Any) -> Any:
     return model(**arguments, **caching(model), **hiding(model), return_dict=True)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding, of 16 bits where these are 16 bits."""
-    bound = 0.05 if torch.finfo(b.dtype).eps > 1e-6 else 1e-4
-    return a.shape == b.shape and float((a - b).abs().max()) <= bound * max(float(b.abs().max()), 1e-30)
