@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
@@ -35,7 +34,7 @@ from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.compared import check_gradient, hashed, leaves
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import known_regions
-from seqpar.private.torch import backward_pass
+from seqpar.private.torch import backward_pass, tree_map_only
 
 MakeStagePlan = Callable[..., StagePlan]
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs

@@ -17,13 +17,14 @@ from seqpar.comm import Comm
 from seqpar.dsp.spec import Block, Spec
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import leaves, version_of
+from seqpar.private import torch as torch_private
 from seqpar.trial.protect import OF_MODULES, held
 from seqpar.trial.randomness import draws
 
-MIXING = (nn.modules.batchnorm._NormBase,)  # statistics over rows
+MIXING = (torch_private.NormBase,)  # statistics over rows
 MIXING_BETWEEN = (  # what mixes rows unless they are samples to it; inside a stage a trial tells
-    nn.GroupNorm, nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd, nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.GroupNorm, nn.RNNBase, nn.MultiheadAttention, torch_private.ConvNd, torch_private.AvgPoolNd,
+    torch_private.MaxPoolNd, torch_private.AdaptiveAvgPoolNd, torch_private.AdaptiveMaxPoolNd,
 )  # fmt: skip
 SHARE = "_seqpar_share"  # an attribute of the memory of what stages and exits return: whether ranks have shares of it
 
@@ -76,7 +77,7 @@ def check_modules(model: nn.Module, spec: Spec, stages: Sequence[str]) -> None:
                 f"{name} of {what} is a {type(module).__name__}, whose statistics mix rows; use a norm of each row by "
                 "itself, as LayerNorm is, or list it under outside if it runs on whole tensors"
             )
-        by_itself = isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) == {1}
+        by_itself = isinstance(module, torch_private.ConvNd) and set(module.kernel_size) == {1}
         between = matches(name, spec.between) and not matches(name, stages)
         if isinstance(module, MIXING_BETWEEN) and between and not by_itself:
             raise NotImplementedError(

@@ -27,6 +27,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import version_of
 from seqpar.ops.core.regions import run_again_inside, under_way
 from seqpar.parallel import surround
+from seqpar.private.torch import buffers_of, parameters_of
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Arguments = dict[str, Any]  # arguments of a forward, by name
@@ -331,7 +332,7 @@ def _cut_tables(module: nn.Module, block: Block, run: StageRun) -> Iterator[None
         for path, form in block.buffers.items():
             owner, _, name = path.rpartition(".")
             part = module.get_submodule(owner)
-            tables = part._parameters if name in part._parameters else part._buffers
+            tables = parameters_of(part) if name in parameters_of(part) else buffers_of(part)
             whole.append((tables, name, tables[name]))
             tables[name] = run.grid.share_of(tables[name], form, run.inside, f"{path} of {run.name}")
         yield

@@ -16,16 +16,16 @@ class PrivateNames:
     """A library's private names, as attributes without the leading underscore.
 
     library: its distribution. tested: the releases that have all names. scope: of the module that lists them, whose
-    attributes they become. places: module, or "module:name" -> names in it, in one string. attributes: of objects.
+    attributes they become. places: module, or "module:name" -> names in it, in one string; "ours=_theirs"
+    is another name here. attributes: of objects.
     """
 
     def __init__(self, library: str, tested: str, scope: dict[str, Any], places: Mapping[str, str]) -> None:
         self.library, self.tested, self._scope, self.attributes = library, tested, scope, list[str]()
-        self.paths = {
-            name.lstrip("_"): f"{place}{'.' if ':' in place else ':'}{name}"
-            for place, names in places.items()
-            for name in names.split()
-        }
+        self.paths = dict[str, str]()
+        for place, names in places.items():
+            for ours, _, name in (each.rpartition("=") for each in names.split()):
+                self.paths[ours or name.lstrip("_")] = f"{place}{'.' if ':' in place else ':'}{name}"
 
     def __getattr__(self, name: str) -> Any:
         """The first use of a name; later ones find the attribute.
@@ -43,7 +43,7 @@ class PrivateNames:
 
     def attribute(self, name: str) -> Callable[..., Any]:
         """A function of an object that reads its private attribute; with a second argument, that where it has none."""
-        self.attributes.append(name)
+        self.key(name)
 
         def read(x: Any, *default: Any) -> Any:
             try:
@@ -52,6 +52,11 @@ class PrivateNames:
                 raise self.missing(f"{getattr(x, '__name__', type(x).__name__)}.{name}") from error
 
         return read
+
+    def key(self, name: str) -> str:
+        """The name of a private attribute, for what sets it."""
+        self.attributes.append(name)
+        return name
 
     def missing(self, name: str) -> ImportError:
         """The error for a name that the installed library does not have."""

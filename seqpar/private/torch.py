@@ -14,6 +14,14 @@ from seqpar.private import PrivateNames
 
 names = PrivateNames(
     "torch", "2.11 to 2.15", globals(), {
+        "torch": """
+            _foreach_copy_ _foreach_mul_ _foreach_norm _native_multi_head_attention _scaled_dot_product_attention_math
+            _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention _transformer_encoder_layer_fwd
+            torch_cudnn_attention=_scaled_dot_product_cudnn_attention
+            torch_cpu_attention=_scaled_dot_product_flash_attention_for_cpu
+        """,
+        "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
+        "torch._utils": "_unflatten_dense_tensors",
         "torch._C": """
             DispatchKey DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd _DisableFuncTorch
             _ForceDispatchKeyGuard _are_functorch_transforms_active _construct_storage_from_data_pointer
@@ -31,12 +39,22 @@ names = PrivateNames(
             _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_flash_attention_for_cpu
             _scaled_dot_product_flash_attention_for_cpu_backward
         """,
+        "torch.nn.functional": "_in_projection _in_projection_packed",
+        "torch.nn.modules.batchnorm": "_BatchNorm _NormBase",
+        "torch.nn.modules.conv": "_ConvNd",
+        "torch.nn.modules.module": "_has_any_global_hook",
+        "torch.nn.modules.pooling": "_AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _MaxPoolNd",
         "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack",
+        "torch.utils._pytree": "tree_leaves tree_map tree_map_only",
     },
 )  # fmt: skip
 __getattr__ = names.__getattr__
 
 number_of_node = names.attribute("_sequence_nr")
+# of a module
+parameters_of, buffers_of = names.attribute("_parameters"), names.attribute("_buffers")
+forward_hooks, forward_pre_hooks = names.attribute("_forward_hooks"), names.attribute("_forward_pre_hooks")
+backward_hooks, backward_pre_hooks = names.attribute("_backward_hooks"), names.attribute("_backward_pre_hooks")
 cdata = names.attribute("_cdata")  # of a storage: where its memory is described
 # methods of process groups and of their backends
 get_backend = names.attribute("_get_backend")
@@ -69,6 +87,12 @@ def node_under_way() -> int:
     """The number of the node whose backward is running in this thread, or -1."""
     node = names.current_autograd_node() if backward_pass() >= 0 else None
     return -1 if node is None else number_of_node(node)()  # type: ignore[no-any-return]
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether something listens to a module's calls or changes them, in backward too."""
+    several = forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks
+    return any(hooks(module) for hooks in several) or names.has_any_global_hook()
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:

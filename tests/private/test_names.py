@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,6 +24,7 @@ import seqpar
 from seqpar.private import PrivateNames
 from seqpar.private import flash_attn as flash_private
 from seqpar.private import torch as torch_private
+from seqpar.private import transformers as transformers_private
 
 PACKAGE = Path(seqpar.__file__).parent
 LIBRARIES = sorted(path.stem for path in (PACKAGE / "private").glob("[!_]*.py"))
@@ -39,14 +41,33 @@ def names_of(library: str) -> PrivateNames:
 
 
 c10d: Any = import_module("torch._C._distributed_c10d")
+
+
+def of_transformers(path: str) -> Callable[[], Any]:
+    """A name of transformers, imported when asked for."""
+    module, _, name = path.partition(":")
+    return lambda: getattr(import_module(f"transformers{module}"), name)
+
+
+CONFIG = of_transformers(":LlamaConfig")
+MODEL = of_transformers(":PreTrainedModel")
 # library -> an object that has an attribute, for each that is read
 OBJECTS: dict[str, dict[str, Callable[[], Any]]] = {
     "flash_attn": dict.fromkeys(
         ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"), flash_private.interface_of_2
     ),
+    "transformers": {
+        **dict.fromkeys(("_attn_implementation", "_attn_implementation_internal"), lambda: CONFIG()()),
+        **dict.fromkeys(("_can_set_attn_implementation", "_is_stateful", "_tp_size"), MODEL),
+        "_global_mapping": of_transformers(":AttentionInterface"),
+        "_reshape": of_transformers(".models.bloom.modeling_bloom:BloomAttention"),
+        "_split_heads": of_transformers(".models.falcon.modeling_falcon:FalconAttention"),
+    },
     "torch": {
         "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
         "_current_level": lambda: torch.autograd.forward_ad,
+        **dict.fromkeys(("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"), nn.Module),
+        **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks"), nn.Module),
         "_cdata": lambda: torch.ones(1).untyped_storage(),
         "_get_backend": lambda: dist.ProcessGroup,
         **dict.fromkeys(("_start_coalescing", "_end_coalescing"), lambda: c10d.Backend),
@@ -75,6 +96,18 @@ def test_the_installed_release_has_every_attribute(library: str) -> None:
     assert [name for name, make in objects.items() if (x := make()) is not None and not hasattr(x, name)] == []
 
 
+def test_masks_of_transformers_close_over_what_is_read() -> None:
+    names_of("transformers")
+    masking = import_module("transformers.masking_utils")
+    factories = dict(transformers_private.FACTORIES)
+    if not hasattr(masking, newer := "remap_positions_for_packed_sequence"):  # since 5.13
+        del factories[newer]
+    for name, given in factories.items():
+        parameters = inspect.signature(factory := getattr(masking, name)).parameters
+        inner = [code.co_freevars for code in factory.__code__.co_consts if inspect.iscode(code)]
+        assert not given or (given in parameters and any(given in closed for closed in inner))
+
+
 def test_a_name_that_is_gone_is_one_sentence() -> None:
     scope: dict[str, Any] = {"__name__": "m"}
     names = PrivateNames("torch", "2.11 to 2.15", scope, {"torch": "_gone", "torch.gone": "_a", "torch.ops:aten": "_b"})
@@ -91,7 +124,8 @@ def test_a_name_that_is_gone_is_one_sentence() -> None:
 
 def test_a_name_is_looked_up_once() -> None:
     scope: dict[str, Any] = {}
-    names = PrivateNames("torch", "", scope, {"torch._C": "_current_graph_task_id"})
+    names = PrivateNames("torch", "", scope, {"torch._C": "_current_graph_task_id ours=_get_tracing_state"})
+    assert names.paths["ours"] == "torch._C:_get_tracing_state"
     assert not scope
     assert names.current_graph_task_id() == -1 and scope == {"current_graph_task_id": torch._C._current_graph_task_id}
 

@@ -15,6 +15,7 @@ from seqpar.comm.entry import uncompiled
 from seqpar.integrations.diffusers.tokens import Sharing, Streams, TokenCounts
 from seqpar.integrations.sdpa.reroute import Rerouting
 from seqpar.ops.core.regions import run_again_inside
+from seqpar.private import torch as torch_private
 from seqpar.trial.randomness import draws
 
 
@@ -53,7 +54,7 @@ class SharedForward(Rerouting):
 
     @uncompiled
     def _refuse_draw(self, name: str) -> None:
-        with torch._C.DisableTorchFunction(), self._refusals():
+        with torch_private.DisableTorchFunction(), self._refusals():
             raise NotImplementedError(
                 f"diffusers: {name} in a forward would draw other random numbers on each rank than in one process; "
                 "draw them before the forward, or do without"

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from seqpar.private.transformers import SLICES_MASKS, can_set_attention, is_stateful
+
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATE = "it carries a state from token to token (a recurrent or state space model)"
 HYBRID_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
@@ -32,7 +34,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     """
     reasons = []
     model = _class_of(config)
-    if getattr(model, "_is_stateful", False) and not recurrent:
+    if is_stateful(model, False) and not recurrent:
         reasons.append(STATE)
     served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
     if other := set(getattr(config, "layer_types", None) or ()) - served:
@@ -58,14 +60,14 @@ def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def slices_masks(config: PreTrainedConfig) -> bool:
     """Whether a config's model slices its masks [1, 1, rows, keys], as Gemma 4 does before layers that share keys."""
-    return hasattr(_class_of(config), "_maybe_slice_kv_shared_inputs")
+    return hasattr(_class_of(config), SLICES_MASKS)
 
 
 def unserved_attention(config: PreTrainedConfig) -> list[str]:
     """Why a registered attention function cannot serve a config's model, although transformers accepts the name."""
     reasons = []
     model = _class_of(config)
-    if model is not None and not model._can_set_attn_implementation():
+    if model is not None and not can_set_attention(model)():
         reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         reasons.append(CROSS)

@@ -25,10 +25,11 @@ from seqpar.comm import Comm
 from seqpar.integrations.hf.config import ASKED, takes_any
 from seqpar.kernels import acc_dtype
 from seqpar.plan import Plan
+from seqpar.private.torch import forward_hooks
+from seqpar.private.transformers import RECORDING
 from seqpar.train.sums import sum_under
 
 LOGITS, LOSS = "router_logits", "aux_loss"
-INSTALLED = "_output_capturing_hooks_installed"
 WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
@@ -53,16 +54,16 @@ def can_ask(model: PreTrainedModel) -> bool:
 @contextmanager
 def without_hooks(model: PreTrainedModel) -> Iterator[None]:
     """A block that leaves none of the hooks by which transformers records router logits; compiled layers know none."""
-    hooks = {module: set(module._forward_hooks) for module in model.modules()}
-    flagged = {module for module in hooks if INSTALLED in module.__dict__}
+    hooks = {module: set(forward_hooks(module)) for module in model.modules()}
+    flagged = {module for module in hooks if RECORDING in module.__dict__}
     try:
         yield
     finally:
         for module, before in hooks.items():
-            for key in module._forward_hooks.keys() - before:
-                del module._forward_hooks[key]
+            for key in forward_hooks(module).keys() - before:
+                del forward_hooks(module)[key]
             if module not in flagged:
-                module.__dict__.pop(INSTALLED, None)
+                module.__dict__.pop(RECORDING, None)
 
 
 def balance(logits: Sequence[Tensor], model: PreTrainedModel, plan: Plan, comm: Comm) -> Balance:

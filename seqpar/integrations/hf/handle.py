@@ -40,6 +40,7 @@ from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.plan import Plan
+from seqpar.private.transformers import attention_of
 from seqpar.train.checks import StepChecks
 
 Planner = Callable[[Ints, int], Plan]
@@ -72,7 +73,7 @@ class TransformerHandle(ParallelModel):
         self._count = 0  # of forwards
         self._longest = 0  # positions of the longest row of all ranks' batches, if rotary embeddings depend on it
         self._seed = comm.gather(f"parallelize({type(model).__name__})", torch.initial_seed())[0]
-        self._before = self.text.config._attn_implementation
+        self._before = attention_of(self.text.config)
         try:
             with agreement("parallelize", comm, every=True) as call:
                 numerics = Numerics.checked(accuracy, deterministic)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from seqpar.comm import Comm
 from seqpar.data import Share
 from seqpar.integrations.hf.config import caching, hiding
+from seqpar.private.transformers import tensor_parallel_size
 from seqpar.train.sums import reported, sum_under
 from seqpar.trial.compare import close
 
@@ -189,7 +190,7 @@ def ranks_outside(model: PreTrainedModel, comm: Comm) -> str:
     """Why a caller that scales losses for wrappers scales by other ranks than the comm's, or ""."""
     ranks = comm.size
     if dist.is_available() and dist.is_initialized():
-        ranks = dist.get_world_size() // (getattr(model, "_tp_size", None) or 1)
+        ranks = dist.get_world_size() // (tensor_parallel_size(model, None) or 1)
     if ranks == comm.size:
         return ""
     return (

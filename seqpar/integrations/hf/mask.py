@@ -7,7 +7,6 @@ factories, with which numbers. A function of any other origin is refused by name
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-
-MODULE = "transformers.masking_utils"
+from seqpar.private.transformers import factory_of
 
 
 class UnsupportedMask(NotImplementedError):
@@ -197,9 +195,9 @@ def rule_of(function: Callable[..., Any]) -> Rule:
 
     Raises: NotImplementedError naming a function that is not transformers' own or cannot be expressed as bounds.
     """
-    name = function.__qualname__.split(".<locals>")[0]
-    if function.__module__ == MODULE and name in _READERS:
-        return _READERS[name](_closure_of(function))
+    name, given = factory_of(function)
+    if name in _READERS:
+        return _READERS[name](given)
     raise NotImplementedError(
         f"the mask function {function.__module__}.{function.__qualname__}: seqpar reads those that transformers "
         f"composes of {', '.join(sorted(_READERS))}, as other pairs may have no interval of keys per query"
@@ -211,8 +209,8 @@ def blocks_of(function: Callable[..., Any]) -> Tensor | None:
 
     Raises: NotImplementedError for masks of several kinds of blocks.
     """
-    closure = _closure_of(function)
-    if function.__qualname__.startswith("blockwise_overlay."):
+    name, closure = factory_of(function)
+    if name == "blockwise_overlay":
         ids: Tensor = closure["block_sequence_ids"]
         return ids
     parts = [*closure.get("mask_functions", ())]
@@ -222,11 +220,6 @@ def blocks_of(function: Callable[..., Any]) -> Tensor | None:
     if any(not ids.equal(found[0]) for ids in found[1:]):
         raise NotImplementedError("a mask lets tokens attend in both directions by two different rules")
     return found[0] if found else None
-
-
-def _closure_of(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """What a factory of transformers gave to the function that it made; nothing for functions of a module."""
-    return inspect.getclosurevars(function).nonlocals if "<locals>" in function.__qualname__ else {}
 
 
 def _all(closure: Mapping[str, Any]) -> Rule:

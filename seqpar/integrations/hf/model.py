@@ -39,6 +39,7 @@ from seqpar.integrations.hf.request import UNREAD, Request, arguments_of, parame
 from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
+from seqpar.private.torch import forward_hooks
 
 
 class ParallelTransformer(TransformerHandle):
@@ -166,7 +167,7 @@ class ParallelTransformer(TransformerHandle):
     def _surround(self, own: Share) -> ExitStack:
         """The contexts around the model's own forward, entered."""
         if self.fit.head is not None:  # after other hooks, which may change the base model's output
-            self._last._forward_hooks.move_to_end(self._keeping.id)
+            forward_hooks(self._last).move_to_end(self._keeping.id)
         if self.fit.recurrent:  # ranks with the same model and share have the same plan for its mixers
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()

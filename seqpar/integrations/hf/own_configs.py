@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.integrations.hf.config import nested
+from seqpar.private.transformers import ATTENTION
 
-ATTENTION = "_attn_implementation_internal"
 _ABSENT = object()
 
 
@@ -42,7 +42,7 @@ class OwnConfigs:
         served = [x for part in text.modules() for x in part.__dict__.values() if isinstance(x, PreTrainedConfig)]
         for config in {id(x): x for x in (*served, model.config.get_text_config())}.values():
             for inner, _ in nested(config, config):
-                inner._attn_implementation_internal = name
+                setattr(inner, ATTENTION, name)
 
     def follow(self) -> None:
         """Take over what was changed in the originals since the last call."""

@@ -36,6 +36,7 @@ from seqpar.integrations.hf.rewritten_attention import sees_places
 from seqpar.integrations.hf.rotary import lengthy
 from seqpar.integrations.hf.trial.runs import ModelFit, plain
 from seqpar.ops.core.autocast import autocast_dtype
+from seqpar.private.torch import has_hooks
 
 Check = Callable[[PreTrainedModel, dict[str, Any]], None]
 
@@ -191,16 +192,5 @@ def _has_head(model: PreTrainedModel, fit: ModelFit) -> bool:
         and not isinstance(head.weight, DTensor)
         and "forward" not in head.__dict__
         and fit.softcap == softcap_of(model)
-        and not _has_hooks(head)
-    )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether something listens to a module's calls or changes them, in backward too."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or nn.modules.module._has_any_global_hook()
+        and not has_hooks(head)
     )

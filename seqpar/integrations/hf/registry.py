@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from seqpar.integrations.hf.attention import KEY, attention_function, mask_of
 from seqpar.integrations.hf.config import nested
+from seqpar.private.transformers import ATTENTION, registered
 
 
 @contextmanager
@@ -18,8 +19,8 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     own = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
     with ExitStack() as stack:
         for config in [inner for outer in own.values() for inner, _ in nested(outer, outer)]:
-            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
-            config._attn_implementation_internal = name
+            stack.callback(setattr, config, ATTENTION, getattr(config, ATTENTION))
+            setattr(config, ATTENTION, name)
         yield
 
 
@@ -32,7 +33,7 @@ def register() -> None:
 def unregister() -> None:
     """Undo `register`; models that still use the key then fail with its name."""
     for registry in (AttentionInterface, AttentionMaskInterface):
-        registry._global_mapping.pop(KEY, None)
+        registered(registry).pop(KEY, None)
 
 
 register()

@@ -24,7 +24,7 @@ from seqpar.integrations.hf.heads import HeadCall, LocalHead, misread, ranks_out
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial.runs import ModelFit
 from seqpar.ops.core.compared import hashed
-from seqpar.private.torch import backward_pass
+from seqpar.private.torch import backward_pass, forward_hooks
 
 # Entries of a batch with a value per token, and entries that mark documents.
 ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS)
@@ -314,7 +314,7 @@ class SupportedCalls(NamedTuple):
 def _adds_noise(model: PreTrainedModel) -> bool:
     """Whether NEFTune's hook is on the embedding."""
     try:
-        hooks = model.get_input_embeddings()._forward_hooks
+        hooks = forward_hooks(model.get_input_embeddings())
     except NotImplementedError:  # of a model without one
         return False
     return any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks.values())

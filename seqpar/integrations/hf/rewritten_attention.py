@@ -34,6 +34,7 @@ from seqpar.ops.attention.signature import Options
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.ops.core.autocast import autocast
 from seqpar.parallel import derived_seed, surrounding
+from seqpar.private.transformers import ATTEND, reshape, split_heads
 
 CAUSAL = Rule(causal=True)
 
@@ -91,7 +92,7 @@ def _local(module: Any) -> bool:
 
 def bloom(module: Any, forward: Callable[..., Any], hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> Any:
     """Bloom's layer of attention: with its residual, [1, T, hidden]."""
-    q, k, v = module._reshape(module.query_key_value(hidden_states))
+    q, k, v = reshape(module)(module.query_key_value(hidden_states))
     out = attended(
         module, q, k, v, layer=module.layer_idx, scale=module.inv_norm_factor, dropout=module.attention_dropout.p,
         slopes=_slopes(module.num_heads, q.device),
@@ -123,7 +124,7 @@ def falcon(
     """Falcon's layer of attention with rotary embeddings, [1, T, hidden]."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
-    q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+    q, k, v = (x.transpose(1, 2) for x in split_heads(module)(module.query_key_value(hidden_states)))
     if module.new_decoder_architecture:  # each key is there once for each query head of its group
         k, v = (x.unflatten(1, (module.num_kv_heads, -1))[:, :, 0] for x in (k, v))
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
@@ -191,9 +192,9 @@ class Replacement(NamedTuple):
 
 
 CLASSES: dict[str, Replacement] = {
-    "GPTJAttention": Replacement("_attn", gptj),
-    "CodeGenAttention": Replacement("_attn", gptj),
-    "GPTNeoSelfAttention": Replacement("_attn", gpt_neo, _local),
+    "GPTJAttention": Replacement(ATTEND, gptj),
+    "CodeGenAttention": Replacement(ATTEND, gptj),
+    "GPTNeoSelfAttention": Replacement(ATTEND, gpt_neo, _local),
     "BloomAttention": Replacement("forward", bloom),
     "MptAttention": Replacement("forward", mpt, lambda module: True),
     "FalconAttention": Replacement("forward", falcon, serves=lambda module: not module.config.alibi),

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from seqpar.private import torch as torch_private
+
 # Fused functions and operators, PyTorch's and others', that compute attention and must not be overlooked.
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+_OPERATORS = (torch_private.OpOverload, torch_private.OpOverloadPacket, torch_private.HigherOrderOperator)
 _FUSED = {
-    torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd, torch._scaled_dot_product_attention_math,
-    torch._scaled_dot_product_flash_attention, torch._scaled_dot_product_efficient_attention,
-    torch._scaled_dot_product_cudnn_attention, torch._scaled_dot_product_flash_attention_for_cpu,
+    torch_private.native_multi_head_attention, torch_private.transformer_encoder_layer_fwd,
+    torch_private.scaled_dot_product_attention_math, torch_private.scaled_dot_product_flash_attention,
+    torch_private.scaled_dot_product_efficient_attention, torch_private.torch_cudnn_attention,
+    torch_private.torch_cpu_attention,
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.core.regions import Region, run_again_inside, under_way
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
+from seqpar.private import torch as torch_private
 from seqpar.trial.record import under_trial
 from seqpar.trial.stand_ins import stand_in
 
@@ -155,7 +156,7 @@ class Rerouting(TorchFunctionMode):
 
     @uncompiled
     def _refuse_fused(self, name: str, cause: Exception | None = None) -> None:
-        with torch._C.DisableTorchFunction(), self._refusals():
+        with torch_private.DisableTorchFunction(), self._refusals():
             raise NotImplementedError(
                 f"sdpa: {name} is not rerouted, and its rows may be a shard; call F.scaled_dot_product_attention"
             ) from cause
@@ -163,7 +164,7 @@ class Rerouting(TorchFunctionMode):
     @uncompiled
     def _reroute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # the mode is off for this block's own computation, and for the blocks around it
-        with torch._C.DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             if self.local is not None and self.local(*_first_two(*args, **kwargs)):
                 return func(*args, **kwargs)
             route = self._multi_head if func is F.multi_head_attention_forward else self._scaled_dot_product
@@ -248,9 +249,9 @@ class Rerouting(TorchFunctionMode):
         if use_separate_proj_weight:
             biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
             weights = q_proj_weight, k_proj_weight, v_proj_weight
-            projected = F._in_projection(query, key, value, *weights, *biases)
+            projected = torch_private.in_projection(query, key, value, *weights, *biases)
         else:
-            projected = F._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
+            projected = torch_private.in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
         q, k, v = (x.reshape(len(x), num_heads, embed_dim_to_check // num_heads) for x in projected)
         out = self._attend(q, k, v, mask, dropout_p if training else 0.0, is_causal, None, hinted=hinted)
         return F.linear(out.reshape(query.shape), out_proj_weight, out_proj_bias), None
