@@ -70,7 +70,7 @@ ORDER = {
         drawing value intervals bands bounds windows documents trees picture unions slices mask layout segments
         stretches tiles __init__
     """,
-    "private": "__init__ flash_attn torch transformers",
+    "private": "__init__ accelerate diffusers flash_attn peft torch transformers",
     "plan": """
         heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
         counts report plot travel_counts travel travel_report travel_plot plan __init__

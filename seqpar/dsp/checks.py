@@ -18,6 +18,7 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import leaves, version_of
 from seqpar.private import torch as torch_private
+from seqpar.private.diffusers import HOOKS
 from seqpar.trial.protect import OF_MODULES, held
 from seqpar.trial.randomness import draws
 
@@ -182,7 +183,7 @@ def kept(model: nn.Module) -> list[tuple[str, Tensor]]:
     attributes = [
         (f"{path}.{name}".lstrip("."), x)
         for path, module in model.named_modules() for name, x in module.__dict__.items()
-        if name not in OF_MODULES and name != "_diffusers_hook"
+        if name not in OF_MODULES and name != HOOKS
     ]  # fmt: skip
     return [(name, x) for name, own in attributes for x in held([own]) if isinstance(x, Tensor) and x.grad_fn]
 

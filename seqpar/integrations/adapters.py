@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-ADAPTED = (("peft.tuners.tuners_utils", "BaseTunerLayer"), ("peft.utils.other", "AuxiliaryTrainingWrapper"))
+from seqpar.private.peft import held_by_hook, kinds, method_of
+from seqpar.private.torch import forward_pre_hooks
+
 # Values in the hooks by which peft tells layers about rows of the batch, and why these cannot be told.
 BY_ROW = {
     "alora_offsets": (
@@ -59,7 +61,7 @@ def unwrapped(wrapper: Any) -> nn.Module:
     """
     within = is_of(wrapper, "peft", "PeftModel")
     model: nn.Module = wrapper.get_base_model() if within else wrapper
-    if any(is_of(module, "peft.tuners.adaption_prompt.layer", "_BaseAdaptedAttention") for module in model.modules()):
+    if any(isinstance(module, kinds("BaseAdaptedAttention")) for module in model.modules()):
         raise ValueError(
             f"parallelize({type(wrapper).__name__}): an adaption prompt keeps the forward that its model had before; "
             "call parallelize(model, comm) first, and then get_peft_model"
@@ -94,8 +96,8 @@ def _unfit_kind(*configs: Any) -> str:
 
 def adapted(model: nn.Module) -> list[nn.Module]:
     """The layers of a model that have adapters, and whole layers that train beside them."""
-    kinds = tuple(filter(None, (getattr(sys.modules.get(package), name, None) for package, name in ADAPTED)))
-    return [module for module in model.modules() if isinstance(module, kinds)] if kinds else []
+    layers = kinds("BaseTunerLayer", "AuxiliaryTrainingWrapper")
+    return [module for module in model.modules() if isinstance(module, layers)] if layers else []
 
 
 def acting(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -110,10 +112,10 @@ def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collect
     """
     for layer in layers:  # those of X-LoRA take hooks while they are disabled too
         for name, reason in BY_ROW.items():
-            if any(_value_in(hook, name) is not None for hook in layer._forward_pre_hooks.values()):
+            if any(held_by_hook(hook, name) is not None for hook in forward_pre_hooks(layer).values()):
                 return reason
     for layer in acting(layers):
-        method = _method_of(layer)
+        method = method_of(layer)
         if method == "shadow":
             return SHADOW
         if method and method not in BY_ITSELF and layer not in tried:
@@ -133,24 +135,9 @@ def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collect
     return ""
 
 
-def _value_in(hook: Any, name: str) -> Any:
-    """The value of this name that a hook of peft holds, as a partial or in its closure; or None."""
-    if isinstance(hook, partial):
-        return hook.keywords.get(name)
-    of_peft = isinstance(hook, FunctionType) and hook.__module__.startswith("peft.")
-    names = hook.__code__.co_freevars if of_peft else ()
-    return hook.__closure__[names.index(name)].cell_contents if name in names else None
-
-
-def _method_of(layer: nn.Module) -> str:
-    """The package of peft.tuners that has a layer's class; "" for a layer without adapters of its own."""
-    modules = (kind.__module__.split(".") for kind in type(layer).__mro__)
-    return next((names[2] for names in modules if names[:2] == ["peft", "tuners"] and len(names) > 3), "")
-
-
 def _averages_rows(layer: Any) -> bool:
-    kinds = getattr(layer, "lora_velora_init_type", {})
-    return any(kinds.get(name, "random") != "random" for name in layer.active_adapters) if kinds else False
+    chosen = getattr(layer, "lora_velora_init_type", {})
+    return any(chosen.get(name, "random") != "random" for name in layer.active_adapters) if chosen else False
 
 
 def acting_adapters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:

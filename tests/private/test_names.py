@@ -22,6 +22,8 @@ from torch import nn
 
 import seqpar
 from seqpar.private import PrivateNames
+from seqpar.private import accelerate as accelerate_private
+from seqpar.private import diffusers as diffusers_private
 from seqpar.private import flash_attn as flash_private
 from seqpar.private import torch as torch_private
 from seqpar.private import transformers as transformers_private
@@ -43,25 +45,38 @@ def names_of(library: str) -> PrivateNames:
 c10d: Any = import_module("torch._C._distributed_c10d")
 
 
-def of_transformers(path: str) -> Callable[[], Any]:
-    """A name of transformers, imported when asked for."""
-    module, _, name = path.partition(":")
-    return lambda: getattr(import_module(f"transformers{module}"), name)
+def hooked(library: str) -> nn.Module:
+    """A module with a hook of accelerate or diffusers."""
+    hooks, module = import_module(f"{library}.hooks"), nn.Linear(2, 2)
+    if library == "accelerate":
+        return hooks.add_hook_to_module(module, hooks.AlignDevicesHook())
+    hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(hooks.ModelHook(), "x")
+    return module
 
 
-CONFIG = of_transformers(":LlamaConfig")
-MODEL = of_transformers(":PreTrainedModel")
+def lazily(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(import_module(module), name)
+
+
+CONFIG, MODEL = lazily("transformers", "LlamaConfig"), lazily("transformers", "PreTrainedModel")
+IN_PARTS = lazily("diffusers.models.attention", "BasicTransformerBlock")
 # library -> an object that has an attribute, for each that is read
 OBJECTS: dict[str, dict[str, Callable[[], Any]]] = {
+    "accelerate": dict.fromkeys(("_old_forward", "_hf_hook"), lambda: hooked("accelerate")),
+    "diffusers": {
+        "_parallel_config": lazily("diffusers", "ModelMixin"),
+        **dict.fromkeys(("_chunk_size", "_chunk_dim"), lambda: IN_PARTS()(8, 1, 8)),
+        "_diffusers_hook": lambda: hooked("diffusers"),
+    },
     "flash_attn": dict.fromkeys(
         ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"), flash_private.interface_of_2
     ),
     "transformers": {
         **dict.fromkeys(("_attn_implementation", "_attn_implementation_internal"), lambda: CONFIG()()),
         **dict.fromkeys(("_can_set_attn_implementation", "_is_stateful", "_tp_size"), MODEL),
-        "_global_mapping": of_transformers(":AttentionInterface"),
-        "_reshape": of_transformers(".models.bloom.modeling_bloom:BloomAttention"),
-        "_split_heads": of_transformers(".models.falcon.modeling_falcon:FalconAttention"),
+        "_global_mapping": lazily("transformers", "AttentionInterface"),
+        "_reshape": lazily("transformers.models.bloom.modeling_bloom", "BloomAttention"),
+        "_split_heads": lazily("transformers.models.falcon.modeling_falcon", "FalconAttention"),
     },
     "torch": {
         "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
@@ -86,7 +101,7 @@ def test_the_installed_release_has_every_name(library: str) -> None:
     lacks = [] if dist.is_nccl_available() else ["ProcessGroupNCCL"]
     for name, path in names.paths.items():
         if not any(part in path for part in lacks):
-            assert getattr(import_module(f"seqpar.private.{library}"), name) is not None
+            assert getattr(names, name) is not None
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -94,6 +109,23 @@ def test_the_installed_release_has_every_attribute(library: str) -> None:
     names, objects = names_of(library), OBJECTS.get(library, {})
     assert objects.keys() == set(names.attributes)
     assert [name for name, make in objects.items() if (x := make()) is not None and not hasattr(x, name)] == []
+
+
+def test_hooks_of_accelerate_and_diffusers_keep_the_forward() -> None:
+    names_of("accelerate")
+    module = hooked("accelerate")
+    assert accelerate_private.keeps_below(module.forward.func, module, "forward")
+    module._hf_hook.weights_map = {"weight": 7}
+    assert accelerate_private.offloaded(module, "weight") == 7 and accelerate_private.offloaded(module, "bias") is None
+    names_of("diffusers")
+    module = hooked("diffusers")
+    place = diffusers_private.below_hook(module.forward.func)
+    assert place is not None and place[1] == "forward" and hasattr(place[0], "forward")
+    assert list(diffusers_private.hooks_of(module)) == ["x"] and not diffusers_private.hooks_of(nn.Linear(1, 1))
+    processor = import_module("diffusers.models.transformers.transformer_flux").FluxAttnProcessor
+    assert hasattr(processor, "_attention_backend") and diffusers_private.backend_of(processor) == "native"
+    known = {each.value for each in import_module("diffusers.models.attention_dispatch").AttentionBackendName}
+    assert known >= {name for name in diffusers_private.BACKENDS if name}
 
 
 def test_masks_of_transformers_close_over_what_is_read() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -19,6 +18,7 @@ from seqpar.foreign.wrap import is_surrounded
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.tokens import Streams, TokenCounts
 from seqpar.integrations.diffusers.wrappers import attending, attending_whole, gathering_rows
+from seqpar.private.diffusers import BACKENDS, backend_of, chunk_dim, chunk_size, parallel_config
 from seqpar.trial.randomness import active_dropout
 
 
@@ -31,7 +31,7 @@ def check_alone(named: Named) -> None:
     """Raise NotImplementedError for a model under another wrapper of diffusers, or with hooks that see a share."""
     model = named[0][1]
     name = name_of(model)
-    if getattr(model, "_parallel_config", None) is not None:
+    if parallel_config(model, None) is not None:
         raise NotImplementedError(
             f"diffusers: {name} is under enable_parallelism, which shares its tokens too; create it without that"
         )
@@ -134,7 +134,7 @@ class ModelRecipe:
         for name, module in attentions(named):
             if (kind := type(module.processor).__name__) not in self.processors:
                 raise NotImplementedError(f"diffusers: the processor {kind} of {name}, expected {self.processors}")
-            if (kind := _backend(module.processor)) not in BACKENDS:
+            if (kind := backend_of(module.processor)) not in BACKENDS:
                 raise NotImplementedError(
                     f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
                     "set_attention_backend('native')"
@@ -190,7 +190,7 @@ def _check_modules(named: Named) -> None:
             f"diffusers: {drops}, which would drop other values on each rank than in one process; set its p to 0"
         )
     for name, module in named:
-        if vars(module).get("_chunk_size") is not None and vars(module).get("_chunk_dim"):
+        if chunk_size(module, None) is not None and chunk_dim(module, None):
             raise NotImplementedError(
                 f"diffusers: {name} runs its feed-forward layer in parts along tokens, which are fewer on each "
                 "rank; call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples"
@@ -216,16 +216,3 @@ def _is_parallel(module: nn.Module) -> bool:
     saved = getattr(module, "modules_to_save", None)
     passes_on = isinstance(saved, nn.ModuleDict) and all(map(_is_parallel, saved.values()))
     return is_surrounded(module) or passes_on
-
-
-def _backend(processor: Any) -> str | None:
-    """The attention backend of a processor, or the active one; None if diffusers does not tell."""
-    backend = getattr(processor, "_attention_backend", None)
-    if backend is None:
-        module = sys.modules.get("diffusers.models.attention_dispatch")
-        backend = getattr(getattr(module, "_AttentionBackendRegistry", None), "_active_backend", None)
-    return getattr(backend, "value", backend)
-
-
-# None: unknown, so its calls are counted.
-BACKENDS = (None, "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
