@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqpar.comm import Comm
+from seqpar.private import torch as torch_private
 
 UNDER_WAY = -1  # the key in `Comm.agreed` of hashes that no rank has compared yet; digests are positive
 LATEST = 64  # calls, a step or two of a model: by then the device has long computed the hash
@@ -83,7 +83,7 @@ def hashed(x: object) -> int:
     """
     if not isinstance(x, Tensor) or not x.numel() or x.is_meta or type(x).__module__.startswith("torch.distributed"):
         return 0
-    if is_traceable_wrapper_subclass(x):  # as quantised weights, which consist of others
+    if torch_private.is_traceable_wrapper_subclass(x):  # as quantised weights, which consist of others
         found = 0
         for name in x.__tensor_flatten__()[0]:
             found = (found * SPREAD + hashed(getattr(x, name))) % (1 << 64)
@@ -93,7 +93,7 @@ def hashed(x: object) -> int:
 
 def tensor_hash(x: Tensor) -> Tensor:
     """That hash of a plain tensor, int64 on its device; overflow wraps, so any order of additions will do."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_private.DisableTorchFunctionSubclass():
         x = x.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
         x = torch.view_as_real(x) if x.is_complex() else x
         # as integers, since not every dtype has kernels of sums
