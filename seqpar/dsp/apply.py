@@ -132,7 +132,7 @@ class Parallelized(ParallelModel):
         @uncompiled
         def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
             for region in known_regions():  # its backward may come after `undo`
-                region.run_again_inside(self.again, self)
+                region.run_again_inside(self.reactivated, self)
             return around(module, forward, named(args, kwargs))
 
         self.put_around(module, lambda module, forward, *args, **kwargs: call(module, forward, args, kwargs))

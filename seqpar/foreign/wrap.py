@@ -48,12 +48,12 @@ def replaced(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
                 module.__dict__[name] = own[name]
 
 
-class Around:
+class ForwardWrapper:
     """A module's forward, replaced by ``around(module, forward, *args, **kwargs)``.
 
-    handle: while it is asleep, calls go to the forward alone. A copy of the module has the same around its own forward,
-    and no handle if it is a part of a copy of the whole model: `undo` does not reach that, and `local` of the handle
-    that it was copied under does.
+    handle: while it is inactive, calls go to the forward alone. A copy of the module has the same around its own
+    forward. A part of a copy of the whole model has no handle: `undo` does not reach it, and `local` of the handle that
+    it was copied under does.
     """
 
     copied_under: ref[ParallelModel] | None = None
@@ -67,10 +67,10 @@ class Around:
         update_wrapper(self, forward, updated=())  # for code that inspects the signature
 
     @property
-    def asleep(self) -> bool:
+    def inactive(self) -> bool:
         """Whether calls go to the forward alone."""
         if self.handle is not None:
-            return self.handle.asleep
+            return self.handle.inactive
         first = None if self.copied_under is None else self.copied_under()
         return first is not None and first.alone
 
@@ -83,7 +83,7 @@ class Around:
                     "accelerate has bound to it under mixed precision, and would compute with other weights"
                 )
             args = args[1:]
-        if self.asleep:
+        if self.inactive:
             return self.forward(*args, **kwargs)
         if getattr(type(self.module), self.method, None) is not self.written:
             raise NotImplementedError(
@@ -99,16 +99,16 @@ class Around:
             why = "its forward sends messages, which no exporter of graphs takes; undo() first"
         raise AttributeError(f"a parallel {type(self.__dict__.get('module')).__name__}: {name}: {why}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Around:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWrapper:
         module, forward = copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo)
-        twin = Around(module, forward, self.around, self.handle, self.method)
+        twin = ForwardWrapper(module, forward, self.around, self.handle, self.method)
         twin.copied_under = self.copied_under
         if self.handle is not None and id(self.handle.model) in memo:
             twin.handle, twin.copied_under = None, ref(self.handle)
         return twin
 
     def __reduce__(self) -> Any:
-        """Raise: a pickled `Around` would be useless."""
+        """Raise: a pickled `ForwardWrapper` would be useless."""
         whole = self.module if self.handle is None else self.handle.model
         raise unpicklable(type(whole).__name__)
 
@@ -116,18 +116,18 @@ class Around:
 class ParallelModel:
     """A model whose forwards run on all ranks of a comm, until `undo` or the end of a ``with`` block.
 
-    model, comm: as given to `seqpar.parallelize`. asleep: whether forwards are currently the model's own. alone:
+    model, comm: as given to `seqpar.parallelize`. inactive: whether forwards are currently the model's own. alone:
     whether they are in a block of `local`, also those of copies.
     """
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
-        self.model, self.comm, self.asleep, self.alone, self._over = model, comm, False, False, False
-        self._undone, self._arounds = ExitStack(), list[Around]()
+        self.model, self.comm, self.inactive, self.alone, self._over = model, comm, False, False, False
+        self._undone, self._arounds = ExitStack(), list[ForwardWrapper]()
 
     def put_around(self, module: nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
-        """Replace the forward of a module of the model, or another method: see `Around`."""
+        """Replace the forward of a module of the model, or another method: see `ForwardWrapper`."""
         *_, (owner, name) = places_of(module, method)
-        own, around = vars(owner).get(name, _ABSENT), Around(module, getattr(owner, name), around, self, method)
+        own, around = vars(owner).get(name, _ABSENT), ForwardWrapper(module, getattr(owner, name), around, self, method)
         vars(owner)[name] = around
         self._arounds.append(around)
         self._undone.callback(_take_off, around, owner, own)
@@ -141,30 +141,30 @@ class ParallelModel:
 
         Wrappers that were put around a forward meanwhile stay, and call the original forward.
         """
-        self.asleep = self._over = True
+        self.inactive = self._over = True
         self._undone.close()
 
     @contextmanager
     def local(self) -> Iterator[None]:
         """Inside, the model and its copies are as before, on this rank alone."""
-        before = self.asleep, self.alone
-        self.asleep = self.alone = True
+        before = self.inactive, self.alone
+        self.inactive = self.alone = True
         on_one_rank.open, on_one_rank.begun = on_one_rank.open + 1, on_one_rank.begun + 1
         try:
             yield
         finally:
             on_one_rank.open -= 1
-            self.asleep, self.alone = before[0] or self._over, before[1]
+            self.inactive, self.alone = before[0] or self._over, before[1]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def reactivated(self) -> Iterator[None]:
         """Inside, the model is parallel even if it was restored: for checkpoints of a forward before that."""
-        if not self.asleep:
+        if not self.inactive:
             yield
             return
         with ExitStack() as stack:
-            stack.callback(setattr, self, "asleep", self.asleep)
-            self.asleep = False
+            stack.callback(setattr, self, "inactive", self.inactive)
+            self.inactive = False
             for around in self._arounds:
                 if not is_surrounded(around.module):
                     *_, (owner, name) = places_of(around.module, around.method)
@@ -197,8 +197,8 @@ def places_of(module: nn.Module, method: str = "forward") -> Iterator[tuple[Any,
         yield owner, name
 
 
-def _take_off(around: Around, owner: object, own: object) -> None:
-    """Put back a module's own method, wherever hooks keep the `Around` by now. owner, own: where it was, and before."""
+def _take_off(around: ForwardWrapper, owner: object, own: object) -> None:
+    """Put back a module's own method, wherever hooks keep the wrapper by now. owner, own: where it was, and before."""
     for place, name in places_of(around.module, around.method):
         if vars(place).get(name) is around:
             if place is owner and own is _ABSENT and name == around.method:
@@ -208,9 +208,9 @@ def _take_off(around: Around, owner: object, own: object) -> None:
 
 
 def is_surrounded(module: nn.Module) -> bool:
-    """Whether calls of a module reach an `Around` that is awake, as far as its wrappers can be looked into."""
+    """Whether calls of a module reach an `ForwardWrapper` that is awake, as far as its wrappers can be looked into."""
     forwards = [vars(owner).get(name) for owner, name in places_of(module)]
-    return reaches(forwards, lambda each: isinstance(each, Around) and not each.asleep)
+    return reaches(forwards, lambda each: isinstance(each, ForwardWrapper) and not each.inactive)
 
 
 def reaches(functions: list[Any], wanted: Callable[[Any], bool]) -> bool:
@@ -228,7 +228,7 @@ def reaches(functions: list[Any], wanted: Callable[[Any], bool]) -> bool:
 
 def _inside(wrapper: Any) -> list[Any]:
     """What a wrapper may call: its function, what that closes over, its defaults, and its attributes."""
-    if isinstance(wrapper, Around):
+    if isinstance(wrapper, ForwardWrapper):
         return [wrapper.forward]
     if isinstance(wrapper, partial):
         return [wrapper.func, *wrapper.args, *wrapper.keywords.values()]
@@ -260,7 +260,7 @@ def refuse_unready(model: nn.Module) -> None:
             )
     for module in model.modules():
         forwards = [vars(owner).get(name) for owner, name in places_of(module)]
-        arounds = [each for each in forwards if isinstance(each, Around)]
+        arounds = [each for each in forwards if isinstance(each, ForwardWrapper)]
         if not arounds and PARALLEL not in vars(module):
             continue
         kind, whole = type(module).__name__, type(model).__name__

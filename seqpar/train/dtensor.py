@@ -30,7 +30,7 @@ def global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def beside(x: Any, ranks: frozenset[int]) -> bool:
+def mesh_apart(x: Any, ranks: frozenset[int]) -> bool:
     """Whether a DTensor's mesh has none of these global ranks but this one, so that all hold the same part of it."""
     return ranks.isdisjoint({int(rank) for rank in x.device_mesh.mesh.flatten()} - {global_rank()})
 

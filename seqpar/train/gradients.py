@@ -24,7 +24,7 @@ from seqpar.facts.value import integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
 from seqpar.train.checks import checks_of, mark_summed, remark, summed_already
-from seqpar.train.dtensor import beside, global_rank, is_dtensor, local
+from seqpar.train.dtensor import global_rank, is_dtensor, local, mesh_apart
 from seqpar.train.sums import adds, sum_in_place
 from seqpar.train.wrappers import Averaging, in_flat
 
@@ -312,7 +312,7 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
                 "and nothing tells over which ranks; leave sync_gradients out over the same ranks, and shard with "
                 "fully_shard over others"
             )
-        if is_dtensor(p) and not beside(p, ranks):
+        if is_dtensor(p) and not mesh_apart(p, ranks):
             return NotImplementedError(
                 f"sync_gradients: {what} is a DTensor with placements {p.placements} over ranks of this comm, where "
                 "what shards it (fully_shard) has reduced its gradient; leave it out"

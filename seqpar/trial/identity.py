@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from seqpar.foreign.kinds import kind_of
-from seqpar.foreign.wrap import Around, places_of
+from seqpar.foreign.wrap import ForwardWrapper, places_of
 
 LIBRARIES = {
     "builtins", "functools", "torch", "diffusers", "transformers", "accelerate", "peft", "torchao", "bitsandbytes",
@@ -51,7 +51,7 @@ def _own_forward(module: nn.Module) -> Any:
     *_, (owner, name) = places_of(module)
     forward = vars(owner).get(name)
     while forward is not None:
-        if isinstance(forward, Around):
+        if isinstance(forward, ForwardWrapper):
             forward = forward.forward
         elif isinstance(forward, partial) and is_known(forward.func):
             forward = next(iter(forward.args), None)

@@ -1,4 +1,4 @@
-"""Forwards in place of modules' own: what is put back, what copies have, and who is asleep when."""
+"""Forwards in place of modules' own: what is put back, what copies have, and which are inactive when."""
 
 from __future__ import annotations
 

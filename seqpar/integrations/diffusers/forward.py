@@ -66,7 +66,7 @@ class SharedForward(Rerouting):
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
         handle = self.sharing.handle
-        parallel = handle.again() if self.model is handle.model else nullcontext()
+        parallel = handle.reactivated() if self.model is handle.model else nullcontext()
         again = SharedForward(
             self.model, self.sharing, self.sizes, self.joint, whole=self.whole, masked=self.masked, again=True
         )

@@ -122,7 +122,7 @@ def _compared(
     refuse_transforms(f"parallelize({name_of(model)})")
     if model is sharing.handle.model:
         for region in known_regions():
-            region.run_again_inside(sharing.handle.again, sharing.handle)
+            region.run_again_inside(sharing.handle.reactivated, sharing.handle)
     if (checks := sharing.checks.get(model)) is None:
         checks = StepChecks(model, sharing.comm, average_over=sharing.average_over, within="the forward of parallelize")
         sharing.handle.on_undo(checks.close)

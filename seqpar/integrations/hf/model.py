@@ -83,7 +83,7 @@ class ParallelTransformer(TransformerHandle):
                 args = args[1:]
             if not self._running:
                 self._configs.follow()
-            if self.asleep or (self._running and not whole) or (headed and named.get("fused_lm_head")):
+            if self.inactive or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
             if whole:
                 self._guard.note_passed()
@@ -220,7 +220,7 @@ class ParallelTransformer(TransformerHandle):
 
     def _check_awake(self, grad: Tensor) -> None:
         """Raise RuntimeError in a backward whose checkpoints would compute layers again on this rank alone."""
-        if self.asleep:
+        if self.inactive:
             raise RuntimeError(
                 f"backward of a parallel {type(self.model).__name__} with activation checkpoints, after its undo() or "
                 "inside its local(): its layers would be computed again without the other ranks' rows; call backward "

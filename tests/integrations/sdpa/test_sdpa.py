@@ -631,7 +631,7 @@ def test_a_model_that_is_restored_inside_local_stays_so() -> None:
     handle = parallelize(model, LocalComm(), plan=Plan(Mask(DOCUMENTS), Layout.contiguous(TOKENS, 1)))
     with handle.local():
         handle.undo()
-    assert handle.asleep and "forward" not in vars(model)
+    assert handle.inactive and "forward" not in vars(model)
 
 
 def test_a_forward_that_somebody_wraps_meanwhile_stays_and_is_the_models_own_again() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.foreign.kinds import name_of
-from seqpar.foreign.wrap import Around, replaced
+from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
@@ -109,6 +109,6 @@ def as_written(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(implementation(model, "eager"))
         for module in model.modules():
-            own = {name: x.forward for name, x in module.__dict__.items() if isinstance(x, Around)}
+            own = {name: x.forward for name, x in module.__dict__.items() if isinstance(x, ForwardWrapper)}
             stack.enter_context(replaced(module, own))
         yield

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.foreign.kinds import kind_of, name_of
-from seqpar.foreign.wrap import Around, replaced
+from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
@@ -66,7 +66,7 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
         raise unlike(model, where, f"it has modules that one of its config lacks: {', '.join(other)}")
     with ExitStack() as stack:
         for module, written in replacements(twin):
-            around = Around(module, getattr(module, written.method), written.replacement)
+            around = ForwardWrapper(module, getattr(module, written.method), written.replacement)
             stack.enter_context(replaced(module, {written.method: around}))
         stack.enter_context(implementation(twin, model.config._attn_implementation))
         yield twin
