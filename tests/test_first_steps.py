@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "first-steps.md").read_text(encoding="utf-8")
 LOOK, ALONE, CHECK = re.findall(r"^```python script\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHARDED,) = re.findall(r"^```python program\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-(SHOWN,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+(SHOWN,) = re.findall(r"^```text\n(step 0 .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def losses(printed: str) -> list[float]:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag, Work
+from seqpar.comm.arguments import subset
 from seqpar.comm.entry import ThreadEntry
-from seqpar.comm.protocol import Stats, subset
+from seqpar.comm.protocol import Stats
 from seqpar.planner import Link
 
 NOISE = 1 << 20  # random numbers that fill the memory for received tensors

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from seqpar.cli import calibrate, main, run
+from seqpar.cli import calibrate, main
 from seqpar.plan import Plan
 from seqpar.plan.plot import checked_path
 from seqpar.planner import Hardware
@@ -251,7 +251,7 @@ def harmless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(calibrate, "show", lambda data: None)
     monkeypatch.setattr("torch.distributed.run.run", lambda args: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(run.signal, "signal", lambda *args: None)
+    monkeypatch.setattr("signal.signal", lambda *args: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     return tmp_path
