@@ -1,12 +1,12 @@
 """Replace a module's forward and undo it; and the base class of handles on parallel models.
 
     model(x)   as it was       forward(x)
-               parallel        Around -> around(module, forward, x)
-               inside local()  Around -> forward(x)
-               undone          forward(x); an unknown wrapper put on meanwhile keeps the Around, which calls forward(x)
+               parallel        ForwardWrapper -> around(module, forward, x)
+               inside local()  ForwardWrapper -> forward(x)
+               undone          forward(x); an unknown wrapper put on meanwhile keeps ours, which calls forward(x)
 
 Parameters, buffers, hooks and the state dict stay as they are, so optimizers and wrappers keep the same model. Hooks of
-accelerate and diffusers stay outside of the Around, whether they came before it or after, and may be taken off.
+accelerate and diffusers stay outside of the wrapper, whether they came before it or after, and may be taken off.
 """
 
 from __future__ import annotations
