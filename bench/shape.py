@@ -32,10 +32,13 @@ ORDERS = ("type: ignore", "noqa", "fmt:", "pragma")  # comments for tools
 LONGEST = 450  # lines of a file
 # files and folders of seqpar that notice mistakes
 DETECTORS = (
-    "trial", "train/checks.py", "foreign", "integrations/probe", "integrations/sdpa/trials.py",
-    "integrations/sdpa/calls.py", "integrations/hf/trial", "integrations/hf/afterwards.py", "integrations/hf/guard.py",
-    "integrations/adapters.py", "dsp/trial.py", "dsp/checks.py", "dsp/agreed.py", "train/wrappers.py", "train/norms.py",
-    "ops/core/compared.py", "ops/core/regions.py", "ops/core/repetition.py",
+    "trial", "train/checks.py", "foreign/asleep.py", "foreign/saved_state.py", "foreign/rounding.py",
+    "foreign/randomness.py", "foreign/code.py", "foreign/hooks.py", "foreign/weights.py", "foreign/fingerprint.py",
+    "foreign/gradients.py", "integrations/probe", "integrations/sdpa/trials.py", "integrations/sdpa/calls.py",
+    "integrations/hf/trial", "integrations/hf/afterwards.py", "integrations/hf/guard.py", "integrations/adapters.py",
+    "dsp/trial.py", "dsp/checks.py", "dsp/agreed.py", "train/weights.py", "train/loop.py", "train/once.py",
+    "train/wrappers.py", "train/norms.py", "train/check.py", "ops/core/compared.py",
+    "ops/core/regions.py", "ops/core/repetition.py",
 )  # fmt: skip
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

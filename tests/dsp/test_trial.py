@@ -21,106 +21,20 @@ from seqpar.dsp import Block, Exit, Spec, parallelize
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import SHARDED, compared, gradients, made
-from tests.dsp.planners import Planner, by_batch
-
-ANY = ("b", "t", "s", None)
-X = rand(1, 4, 6, 3)
-Mixing = Callable[[Tensor], Tensor]
-
-ALONG_T: dict[str, Mixing] = {
-    "a sum of earlier rows": lambda x: x.cumsum(1),
-    "a sum of later rows": lambda x: x.flip(1).cumsum(1).flip(1),
-    "the row before": lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1],
-    "the last row": lambda x: x[:, -1:].expand_as(x),
-    "a softmax": lambda x: x.softmax(1),
-    "statistics of groups": lambda x: F.group_norm(x.movedim(-1, 1), 2).movedim(1, -1),
-    "a pool": lambda x: F.avg_pool1d(x.movedim(1, -1).flatten(0, 2)[:, None], 3, 1, 1).view(1, 6, 8, -1).movedim(-1, 1),
-}
-
-
-class Stage(nn.Module):
-    """Row by row, but for what it is given. x [1, t, s, 8]."""
-
-    def __init__(self, also: Mixing = lambda x: x.mean(2, keepdim=True)) -> None:
-        super().__init__()
-        self.linear, self.also = nn.Linear(8, 8), also
-        self.register_buffer("seen", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.linear(self.also(x))
-
-
-class Clip(nn.Module):
-    def __init__(self, also: Mixing | None = None, returns: str = "", between: Mixing = lambda x: x) -> None:
-        super().__init__()
-        self.enter, self.leave, self.first = nn.Linear(3, 8), nn.Linear(8, 3), Stage()
-        self.second = Stage() if also is None else Stage(also)
-        self.returns, self.between = returns, between
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        h = self.enter(x)
-        y = self.second(self.between(self.first(h)))
-        out = self.leave(y)
-        others = {"": out, "a share": (out, y), "what follows a share": (out, y * 2), "a skip": out + h[..., :3]}
-        return {**others, "a skip of the input": out + x}[self.returns]
-
-
-SPEC = Spec(
-    "Clip",
-    lambda model, given: dict(zip("bts", given["x"].shape)),
-    (
-        Block("first", {"x": "b t s c"}, ("s",), rest=ANY),
-        Block("second", {"x": "b t s c"}, ("s",), rest=ANY),
-    ),
-    exit=Exit("leave", "b t s c", ANY),
-    outside=("enter",),
+from tests.dsp.planners import by_batch
+from tests.dsp.stages import (
+    ALONG_T,
+    ANY,
+    BY_PLACE,
+    PLACES,
+    SPEC,
+    Clip,
+    Mixing,
+    Stage,
+    X,
+    is_one_process,
+    refused,
 )
-
-
-def numbers(
-    comm: Comm, make: Callable[[], nn.Module], spec: Spec = SPEC, x: Tensor = X, plan: Planner = SHARDED, **more: Tensor
-) -> dict[str, Tensor]:
-    """A model's output and gradients, parallel where there are several ranks."""
-    model = make()
-    if comm.size > 1:
-        parallelize(model, comm, spec, plan=plan)
-    return gradients(model, {"x": x, **more})
-
-
-def is_one_process(ranks: int, *given: Any, **more: Any) -> None:
-    """Compare `numbers` of some ranks with those of one."""
-    call = partial(numbers, **more)
-    (want,) = run_threads(1, call, *given)
-    compared(run_threads(ranks, call, *given), want)
-
-
-def refused(
-    model: nn.Module, spec: Spec = SPEC, grad: str = "replicated", x: Tensor = X, ranks: int = 2, autocast: bool = False
-) -> list[str]:  # fmt: skip
-    """What each rank of some says to a first forward."""
-
-    def on_a_rank(comm: Comm) -> str:
-        own = copy.deepcopy(model).double()
-        if x.dtype != torch.float64:  # which would change complex buffers too
-            own.to(x.dtype)
-        parallelize(own, comm, spec, grad=grad, plan=SHARDED)
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                own(x.clone().requires_grad_())
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    return run_threads(ranks, on_a_rank)
-
-
-@pytest.mark.parametrize("name", ALONG_T)
-def test_a_stage_that_mixes_what_ranks_share(name: str) -> None:
-    for said in refused(Clip(ALONG_T[name])):
-        assert "NotImplementedError: second mixes t, along which ranks share its rows" in said, said
-        assert said.endswith("list t in the whole of its block")
 
 
 @pytest.mark.parametrize("row", range(8))
@@ -129,22 +43,6 @@ def test_a_scale_of_the_largest_row_is_seen_wherever_that_row_is(row: int) -> No
     x[:, [row, row + 8]] *= 3  # the largest of each of two ranks
     said = refused(Clip(lambda x: (x * 127 / x.abs().max()).round() / 127 * x.abs().max()), x=x)
     assert all("second mixes t" in each for each in said), said
-
-
-PLACES = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(3))
-BY_PLACE: dict[str, Mixing] = {
-    "numbers of rows": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None, None],
-    "a table by numbers": lambda x: x + PLACES[: x.shape[1]],
-    "a share of all rows": lambda x: x + torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None, None],
-    "how many rows there are": lambda x: x / x.shape[1],
-}
-
-
-@pytest.mark.parametrize("name", BY_PLACE)
-def test_a_stage_that_numbers_or_counts_what_ranks_share(name: str) -> None:
-    for said in refused(Clip(BY_PLACE[name])):
-        assert "NotImplementedError: second counts the rows of t, along which ranks share its rows" in said, said
-        assert said.endswith("list t in the whole of its block")
 
 
 class Placing(Stage):
@@ -195,19 +93,6 @@ def test_a_stage_that_counts_is_right_where_ranks_do_not_share_its_rows() -> Non
     spec = replace(SPEC, blocks=(SPEC.blocks[0], replace(SPEC.blocks[1], whole=("s", "t"))))
     is_one_process(2, partial(made, Clip, BY_PLACE["numbers of rows"]), spec, X)
     is_one_process(2, partial(made, Clip, lambda x: x.view(1, 2, -1, 8).view(x.shape) if len(x) else x), SPEC, X)
-
-
-FAR: dict[str, Mixing] = {
-    "four rows before": lambda x: F.pad(x, (0, 0, 0, 0, 4, 0))[:, :-4] if x.shape[1] > 4 else x * 0,
-    "the first four": lambda x: torch.cat([x[:, :4], -x[:, 4:]], 1),
-    "more than a rank has": lambda x: x if x.shape[1] <= 4 else -x,
-}
-
-
-@pytest.mark.parametrize("name", FAR)
-def test_rows_as_far_as_those_of_another_rank(name: str) -> None:
-    for said in refused(Clip(FAR[name]), x=rand(1, 8, 6, 3)):
-        assert "NotImplementedError: second counts the rows of t" in said, said
 
 
 def test_rows_that_look_far_are_seen_where_a_rank_has_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import UserDict
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from seqpar import Mask
+import seqpar
+from seqpar import Comm, Layout, Mask, Plan
+from seqpar.integrations.sdpa import parallelize
 
 E, H, VOCABULARY, TOKENS = 16, 4, 61, 22
 IDS = torch.arange(TOKENS) * 7 % VOCABULARY
@@ -331,3 +334,14 @@ def made(case: Case) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return case().double()
+
+
+def logits(comm: Comm, model: nn.Module, way: str) -> Tensor:
+    """What a rank's copy of the model returns for its rows."""
+    own, plan = copy.deepcopy(model), Plan(MASK, Layout.contiguous(TOKENS, comm.size))
+    ids, positions = seqpar.shard(IDS, plan, comm.rank)[None], torch.from_numpy(plan.rope_positions(comm.rank))[None]
+    if way == "block":
+        with seqpar.sdpa(plan, comm):
+            return own(ids, positions)
+    parallelize(own, comm, plan=plan)
+    return own(ids, positions)

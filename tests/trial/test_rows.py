@@ -38,45 +38,9 @@ from tests.trial.models import (
     Model,
     Rather,
     Trained,
+    logits,
     made,
 )
-
-
-def logits(comm: Comm, model: nn.Module, way: str) -> Tensor:
-    """What a rank's copy of the model returns for its rows."""
-    own, plan = copy.deepcopy(model), Plan(MASK, Layout.contiguous(TOKENS, comm.size))
-    ids, positions = seqpar.shard(IDS, plan, comm.rank)[None], torch.from_numpy(plan.rope_positions(comm.rank))[None]
-    if way == "block":
-        with seqpar.sdpa(plan, comm):
-            return own(ids, positions)
-    parallelize(own, comm, plan=plan)
-    return own(ids, positions)
-
-
-@pytest.mark.parametrize("way", ["block", "parallelize"])
-@pytest.mark.parametrize("name", MIXING)
-@pytest.mark.sampled(5)
-def test_what_mixes_rows_outside_attention_is_refused_on_every_rank(name: str, way: str) -> None:
-    case, said = MIXING[name]
-    model = made(case)
-
-    def rank(comm: Comm) -> str:
-        with pytest.raises((NotImplementedError, ValueError)) as raised:
-            logits(comm, model, way)
-        return str(raised.value)
-
-    for message in run_threads(2, rank):
-        assert said in message or "rank 1" in message, message
-
-
-@pytest.mark.parametrize("way", ["block", "parallelize"])
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.sampled(3)
-def test_what_computes_every_row_alone_is_exact(name: str, way: str) -> None:
-    model = made(ALONE[name])
-    found = torch.cat(run_threads(2, logits, model, way), 1)
-    if name not in ("dropout", "random numbers"):
-        torch.testing.assert_close(found, model(IDS[None], torch.arange(TOKENS)[None]), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["whole paths of torchvision", "whole channels"])
