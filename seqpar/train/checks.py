@@ -292,6 +292,8 @@ def checks_of(parameters: Sequence[Tensor]) -> list[StepChecks]:
 
 def _written(p: Any) -> tuple[int, int]:
     """What a write to a tensor changes: the pointer to its memory, or its version."""
+    if type(p) is nn.Parameter and not p.is_inference():  # most are, and each forward asks for all
+        return p.data_ptr(), p._version
     try:
         return local(p.detach()).data_ptr() if is_dtensor(p) else p.data_ptr(), version(p)
     except RuntimeError:  # of classes without memory of their own, as quantised weights

@@ -259,7 +259,7 @@ def left_in(comm: Comm, kind: str, synced: bool) -> list[float]:
             own, wanted = seqpar.shard(x, plan, comm.rank, dim=1), seqpar.shard(labels, plan, comm.rank)
             cross_entropy(net(own)[0], wanted, valid=TOKENS, average_over=times).backward()
         else:  # as Trainer does, which scales the loss
-            (net(input_ids=ids, labels=ids, num_items_in_batch=TOKENS - 1).loss * times).backward()
+            (net(input_ids=ids, labels=ids, num_items_in_batch=comm.size * (TOKENS - 1)).loss * times).backward()
     if synced:
         with pytest.raises(ValueError, match="DistributedDataParallel reduces the gradients of .* over these ranks"):
             sync_gradients(net.parameters(), comm)
