@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from seqpar.foreign.kinds import name_of
+from seqpar.private.diffusers import hooks_of, streams_of
 
 Named = Sequence[tuple[str, nn.Module]]  # a model and all modules in it, by name: one walk serves several checks
 HARMLESS = (
@@ -43,12 +44,12 @@ def with_cache(named: Named) -> list[str]:
 
 def _skips_all(hook: Any) -> bool:
     """Whether a hook leaves out a whole module of one stream; it would exchange the two of others."""
-    streams = getattr(hook, "_metadata", None)
+    streams = streams_of(hook, None)
     return bool(hook.dropout == 1.0) and getattr(streams, "return_encoder_hidden_states_index", None) is None
 
 
 def _hooks_of(named: Named) -> Iterator[tuple[str, str, object]]:
     """The hooks of diffusers in a model: the module's name, the name of registration, the hook."""
     for path, module in named:
-        for key, hook in getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}).items():
+        for key, hook in hooks_of(module).items():
             yield path, key, hook

@@ -24,6 +24,8 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import on_one_rank
+from seqpar.private.accelerate import below_hook as below_accelerate
+from seqpar.private.diffusers import below_hook as below_diffusers
 
 PARALLEL = "_seqpar"  # an attribute that marks other modules with a parallel forward
 INSIDE = 64  # objects in the wrappers of a module that are looked into
@@ -186,15 +188,11 @@ def places_of(module: nn.Module, method: str = "forward") -> Iterator[tuple[Any,
     owner, name = module, method
     yield owner, name
     while (function := getattr(vars(owner).get(name), "func", None)) is not None:
-        home = getattr(function, "__module__", "")
-        if home == "accelerate.hooks" and name != "_old_forward" and "_old_forward" in vars(module):
-            owner, name = module, "_old_forward"
-        elif home == "diffusers.hooks.hooks":
-            (owner,) = [cell.cell_contents for cell in function.__closure__]  # the hook's references to functions
-            name = "forward" if owner.original_forward is None else "original_forward"
-        else:
+        below = below_accelerate(function, module, name) or below_diffusers(function)
+        if below is None:
             return
-        yield owner, name
+        owner, name = below
+        yield below
 
 
 def _take_off(around: ForwardWrapper, owner: object, own: object) -> None:

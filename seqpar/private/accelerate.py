@@ -11,9 +11,10 @@ names = PrivateNames("accelerate", "1.10 to 1.15", globals(), {})
 FORWARD, HOOK = names.key("_old_forward"), names.key("_hf_hook")  # attributes of a module
 
 
-def keeps_below(function: Callable[..., Any], module: Any, name: str) -> bool:
-    """Whether a function is a hook's, which keeps the method that it surrounds as `FORWARD` of the module."""
-    return getattr(function, "__module__", "") == "accelerate.hooks" and name != FORWARD and FORWARD in vars(module)
+def below_hook(function: Callable[..., Any], module: Any, name: str) -> tuple[Any, str] | None:
+    """What keeps the method that a hook surrounds, the module, and the attribute's name; None if this is no hook's."""
+    of_hook = getattr(function, "__module__", "") == "accelerate.hooks" and name != FORWARD and FORWARD in vars(module)
+    return (module, FORWARD) if of_hook else None
 
 
 def offloaded(module: Any, name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -42,6 +44,8 @@ names = PrivateNames(
         "torch.nn.functional": "_in_projection _in_projection_packed",
         "torch.nn.modules.batchnorm": "_BatchNorm _NormBase",
         "torch.nn.modules.conv": "_ConvNd",
+        "torch.nn.modules.dropout": "_DropoutNd",
+        "torch.nn.modules.instancenorm": "_InstanceNorm",
         "torch.nn.modules.module": "_has_any_global_hook",
         "torch.nn.modules.pooling": "_AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _MaxPoolNd",
         "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack is_traceable_wrapper_subclass",
@@ -55,6 +59,17 @@ number_of_node = names.attribute("_sequence_nr")
 parameters_of, buffers_of = names.attribute("_parameters"), names.attribute("_buffers")
 forward_hooks, forward_pre_hooks = names.attribute("_forward_hooks"), names.attribute("_forward_pre_hooks")
 backward_hooks, backward_pre_hooks = names.attribute("_backward_hooks"), names.attribute("_backward_pre_hooks")
+TENSORS = "_parameters", "_buffers"
+wrapped_call = names.attribute("_wrapped_call_impl")
+COMPILED = names.key("_compiled_call_impl")
+FLAT = "_flat_param"  # the parameter of a module under FSDP1, whose others have the mark
+flattened = names.attribute("_fsdp_flattened")
+local_tensor = names.attribute("_local_tensor")  # of a DTensor
+is_view = names.attribute("_is_view")
+# of wrappers: DDP, and `fully_shard` with its parameters
+active_ddp, comm_hooks = names.attribute("_get_active_ddp_module"), names.attribute("_comm_hooks")
+state_of, group_of = names.attribute("_get_fsdp_state"), names.attribute("_fsdp_param_group")
+unsharded = names.attribute("_unsharded_param")
 cdata = names.attribute("_cdata")  # of a storage: where its memory is described
 # methods of process groups and of their backends
 get_backend = names.attribute("_get_backend")
@@ -93,6 +108,22 @@ def has_hooks(module: Any) -> bool:
     """Whether something listens to a module's calls or changes them, in backward too."""
     several = forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks
     return any(hooks(module) for hooks in several) or names.has_any_global_hook()
+
+
+def uncompiled_calls(module: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of a compiled module, and what they are without a compiler."""
+    if getattr(module, COMPILED) is not None:
+        yield COMPILED, None
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        yield "forward", module._orig_mod.__call__
+
+
+def groups_of(module: Any) -> Iterator[Any]:
+    """The groups of parameters of a module that `fully_shard` was called for."""
+    state = state_of(module)()
+    several = getattr(state, "_fsdp_param_groups", None)  # of a PyTorch that has several for a module
+    yield from filter(None, [group_of(state)] if several is None else several)
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:

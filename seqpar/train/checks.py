@@ -34,6 +34,8 @@ from seqpar.comm.entry import uncompiled
 from seqpar.comm.header import hash63
 from seqpar.comm.protocol import DEAD, PeerError
 from seqpar.ops.core.compared import hashed
+from seqpar.private.accelerate import offloaded
+from seqpar.private.torch import FLAT, parameters_of
 from seqpar.train.dtensor import alike, global_rank, is_dtensor, local, version
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp, in_flat, shards
 
@@ -136,7 +138,7 @@ class StepChecks:
             if (module := modules.pop()) is None:
                 continue
             modules.extend(module._modules.values())
-            for key, p in module._parameters.items():
+            for key, p in parameters_of(module).items():
                 if p is None:
                     continue
                 if p.is_meta:  # perhaps put away, and other objects in every forward
@@ -145,7 +147,7 @@ class StepChecks:
                 if (each := self._known.get(id(p))) is None or each[0] is not p:
                     whole = shards(self._model()) if whole is None else whole
                     shard = whole.get(id(p), p)
-                    each = p, shard if key != "_flat_param" and self._is_alike(shard) else None
+                    each = p, shard if key != FLAT and self._is_alike(shard) else None
                 known[id(p)] = each
                 if each[1] is not None:
                     found[id(each[1])] = module, key, each[1]
@@ -157,7 +159,7 @@ class StepChecks:
         return not in_flat(p) and (not is_dtensor(p) or alike(p, self._ranks)) and local(p).numel() > 0
 
     def _hashes(self) -> list[int]:
-        stored = [_put_away(module, key) if p.is_meta else local(p) for module, key, p in self._found]
+        stored = [offloaded(module, key) if p.is_meta else local(p) for module, key, p in self._found]
         return [0 if x is None else hashed(x) for x in stored]
 
     def _compare(self, what: str) -> None:
@@ -298,16 +300,6 @@ def _written(p: Any) -> tuple[int, int]:
         return local(p.detach()).data_ptr() if is_dtensor(p) else p.data_ptr(), version(p)
     except RuntimeError:  # of classes without memory of their own, as quantised weights
         return id(p), version(p)
-
-
-def _put_away(module: nn.Module, key: str) -> Tensor | None:
-    """A parameter that accelerate has put away until the module's forward."""
-    hook = module.__dict__.get("_hf_hook")
-    for each in getattr(hook, "hooks", [hook]):
-        stored = getattr(each, "weights_map", None)
-        if stored is not None and key in stored:
-            return stored[key]  # type: ignore[no-any-return]
-    return None
 
 
 _listening: list[Any] = []  # the hook on all optimizers, once a model is parallel

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.ops.core.collective_op import is_dtensor
+from seqpar.private.torch import local_tensor
 
 
 def local(x: Any) -> Tensor:
@@ -22,7 +23,7 @@ def version(x: Any) -> int:
     """
     if x.is_inference():
         return 0
-    return x._version + (x._local_tensor._version if is_dtensor(x) else 0)  # type: ignore[no-any-return]
+    return x._version + (local_tensor(x)._version if is_dtensor(x) else 0)  # type: ignore[no-any-return]
 
 
 def global_rank() -> int:

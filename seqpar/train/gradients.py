@@ -23,6 +23,7 @@ from seqpar.comm.protocol import has_memory
 from seqpar.facts.value import integer
 from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
+from seqpar.private import torch as torch_private
 from seqpar.train.checks import checks_of, mark_summed, remark, summed_already
 from seqpar.train.dtensor import global_rank, is_dtensor, local, mesh_apart
 from seqpar.train.sums import adds, sum_in_place
@@ -203,7 +204,7 @@ def _separate(parameters: list[Tensor]) -> None:
         if (grad := p.grad) is None:
             continue
         part = local(grad)
-        if id(grad) not in seen and part._is_view():
+        if id(grad) not in seen and torch_private.is_view(part)():
             views.append(p)
         elif id(grad) in seen or _is_shared(part):
             p.grad = grad.clone()
@@ -218,7 +219,7 @@ def _separate(parameters: list[Tensor]) -> None:
 
 def _is_shared(x: Tensor) -> bool:
     """Whether another tensor has its memory too. A tensor and its storage's Python object hold it once each."""
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2  # type: ignore[attr-defined, no-any-return]
+    return torch_private.storage_Use_Count(torch_private.cdata(x.untyped_storage())) > 2  # type: ignore[no-any-return]
 
 
 def _span(x: Tensor) -> tuple[int, int]:
@@ -410,7 +411,7 @@ def _norms(several: list[Tensor], norm_type: float) -> list[Tensor]:
     norms = [x.new_zeros((), dtype=acc_dtype(x.dtype).to_real()) for x in several]
     for indices in _by_kind(several):
         kind = [several[index] for index in indices]
-        for index, norm in zip(indices, torch._foreach_norm(kind, norm_type, dtype=acc_dtype(kind[0].dtype))):
+        for index, norm in zip(indices, torch_private.foreach_norm(kind, norm_type, dtype=acc_dtype(kind[0].dtype))):
             norms[index] = norm
     return norms
 
@@ -467,7 +468,7 @@ def clip_grad_norm(
                     p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
                 parts.append(local(grad))
         for indices in _by_kind(parts):
-            torch._foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))
+            torch_private.foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))
     return norm
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from seqpar.private import torch as torch_private
+
 # modules that normalise by statistics over tokens, which are on many ranks here, with pads among them
-_OVER_TOKENS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_OVER_TOKENS = (torch_private.BatchNorm, torch_private.InstanceNorm)
 
 
 def check_model(model: nn.Module) -> None:

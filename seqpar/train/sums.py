@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.base import pairs
@@ -35,6 +34,7 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, digest_of_call, errors_on_all_ranks
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.handles import checked_values
+from seqpar.private import torch as torch_private
 
 FEW = 1 << 21  # bytes that a rank sends at most where sums go by pairs: more rounds would be faster with pieces
 BOTH = 1 << 23  # bytes of tensors up to which each of two ranks sends all of them and sums all of them: one round
@@ -204,7 +204,7 @@ def sum_in_place(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, veto: bool 
         flat = summed(tensors, comm, tag, few=few)  # the veto among them must not decide
         if veto is not None and flat[count]:
             return False
-        torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
+        torch_private.foreach_copy_(tensors, torch_private.unflatten_dense_tensors(flat, tensors))
         return True
     small = [x for x in tensors if x.nbytes < JOINED]
     several = [x.view(-1) for x in tensors if x.nbytes >= JOINED]
@@ -214,7 +214,7 @@ def sum_in_place(tensors: Sequence[Tensor], comm: Comm, tag: Tag, *, veto: bool 
         if not _by_pieces(several, comm, tag, veto=veto):
             return False
     if small:
-        torch._foreach_copy_(small, _unflatten_dense_tensors(several.pop(), small))
+        torch_private.foreach_copy_(small, torch_private.unflatten_dense_tensors(several.pop(), small))
     torch.autograd.graph.increment_version([x for x in several if not x.is_inference()])
     return True
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from seqpar.private import torch as torch_private
+
 
 class Averaging(NamedTuple):
     """A wrapper's effect on gradients: their sum over the global ranks ``ranks``, divided by ``divisor``.
@@ -40,8 +42,8 @@ class Averaging(NamedTuple):
 
 def by_ddp(model: nn.Module) -> Averaging | None:
     """The reduction of this pass's gradients by DistributedDataParallel, called inside its forward."""
-    ddp: Any = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None or not ddp.require_backward_grad_sync or ddp._comm_hooks:
+    ddp: Any = torch_private.active_ddp(DistributedDataParallel)()
+    if ddp is None or not ddp.require_backward_grad_sync or torch_private.comm_hooks(ddp):
         return None  # only its author knows what a hook does
     if not any(module is model for module in ddp.module.modules()):
         return None
@@ -62,7 +64,8 @@ def by_fsdp(model: nn.Module, *, trained: bool = False) -> Averaging | None:
 def shards(model: nn.Module) -> dict[int, Tensor]:
     """The shards, which optimizers have, by ids of the parameters that `fully_shard` makes whole of them."""
     every = (p for group in _groups(model) for p in group.fsdp_params)
-    return {id(p._unsharded_param): p.sharded_param for p in every if hasattr(p, "_unsharded_param")}
+    whole = ((torch_private.unsharded(p, None), p.sharded_param) for p in every)
+    return {id(p): shard for p, shard in whole if p is not None}
 
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:
@@ -73,12 +76,10 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 def in_flat(p: object) -> bool:
     """Whether a parameter holds a shard of `FullyShardedDataParallel` (FSDP1): a flat one, or one inside that."""
-    return getattr(p, "_fsdp_flattened", False)
+    return torch_private.flattened(p, False)  # type: ignore[no-any-return]
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that `fully_shard` reduces together."""
     for module in sharded_modules(model):
-        state = module._get_fsdp_state()
-        several = getattr(state, "_fsdp_param_groups", None)  # of a PyTorch that has several for a module
-        yield from filter(None, [state._fsdp_param_group] if several is None else several)
+        yield from torch_private.groups_of(module)

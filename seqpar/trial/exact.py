@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.foreign.wrap import replaced
+from seqpar.private.torch import TENSORS
 
-TENSORS = ("_parameters", "_buffers")  # of a module, by name
 # How exact products of 32 bits are, by all the names that PyTorch has for it: object, name, and the value for exact.
 PRODUCTS: tuple[tuple[Any, str, Any], ...] = (
     (torch.backends.cudnn, "allow_tf32", False),

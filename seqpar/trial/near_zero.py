@@ -12,6 +12,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from seqpar.private import torch as torch_private
+
 NEAR_ZERO = 1e-3  # a tensor whose largest element is below this may hide an effect
 SOME = 4096  # elements of a tensor; usually one of them tells that it is not nearly zero
 
@@ -25,7 +27,7 @@ def in_place_of_zeros(model: nn.Module) -> dict[int, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # where a padding token is 0
     for module in model.modules():
-        for name, p in module._parameters.items():
+        for name, p in torch_private.parameters_of(module).items():
             bias = name.endswith("bias") and type(module).__module__.startswith("torch.nn.")
             if p is None or id(p) in weights or bias or not is_plain(p):
                 continue
@@ -41,7 +43,7 @@ def in_place_of_zeros(model: nn.Module) -> dict[int, Tensor]:
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
     """A context in which parameters have the values of `in_place_of_zeros`; nothing is written to their own memory."""
-    with torch._C.DisableTorchFunction():  # a mode around may refuse random numbers, or replace them
+    with torch_private.DisableTorchFunction():  # a mode around may refuse random numbers, or replace them
         others = in_place_of_zeros(model)
     own = [(p, p.data) for p in model.parameters() if id(p) in others and not p.is_inference()]
     try:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from seqpar.private.torch import tree_leaves, tree_map
 
 DEPTH = 4  # levels of nested objects that are opened
 

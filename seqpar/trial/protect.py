@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.foreign.wrap import replaced
+from seqpar.private.torch import parameters_of, uncompiled_calls
 
 Buffers = dict[tuple[nn.Module, str], Tensor]
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")  # set up once, at a first forward
@@ -41,7 +41,7 @@ class SavedState:
         self._buffers = [dict(m._buffers) for m in self._modules]
         self._attributes = [{} if is_wrapper(m) else dict(m.__dict__) for m in self._modules]
         own = [x for several in self._attributes for name, x in several.items() if name not in OF_MODULES]
-        kept = {id(x) for m in self._modules for x in (*m._parameters.values(), *m._buffers.values())}
+        kept = {id(x) for m in self._modules for x in (*parameters_of(m).values(), *m._buffers.values())}
         inside = [x for x in held([*own, *arguments]) if id(x) not in kept]
         self._objects = [(x, copy(x)) for x in inside if type(x) in (list, set, dict)]
         self._drawing = [(x, _state_of(x)) for x in inside if isinstance(x, GENERATORS)]
@@ -224,8 +224,6 @@ def eager(model: nn.Module) -> Iterator[None]:
     """Run the model uncompiled: compiling for two runs would not pay."""
     with ExitStack() as stack:
         for module in model.modules():
-            if module._compiled_call_impl is not None:
-                stack.enter_context(replaced(module, {"_compiled_call_impl": None}))
-            if "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule):
-                stack.enter_context(replaced(module, {"forward": module._orig_mod.__call__}))
+            for name, uncompiled in uncompiled_calls(module):
+                stack.enter_context(replaced(module, {name: uncompiled}))
         yield

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.private import torch as torch_private
+
 # functions that draw, unless their arguments say no
 _DROPPING = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 _ALSO_DROPPING = {F.multi_head_attention_forward, F.scaled_dot_product_attention, F.rrelu}  # and do more
@@ -63,6 +65,6 @@ def undrawn(func: Any, args: Any, kwargs: Any) -> Any:
 def active_dropout(named: Iterable[tuple[str, nn.Module]]) -> str:
     """The name and probability of the first of these modules that is an active dropout, "" if there is none."""
     for name, module in named:
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+        if isinstance(module, torch_private.DropoutNd) and module.training and module.p > 0:
             return f"{name or 'the model'} is dropout with p={module.p} in training"
     return ""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpar.private import torch as torch_private
 from seqpar.trial.nested import leaves
 from seqpar.trial.protect import Buffers
 from seqpar.trial.rounding import LOW
@@ -66,7 +67,7 @@ class RunRecord:
         if self.rows is None or self.failure:
             return
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with torch_private.DisableTorchFunction(), torch.no_grad():
                 self.events.append(self._event(self.rows, kind, name, tensors, by))
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"

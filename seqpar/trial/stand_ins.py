@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from seqpar.plan import Plan
+from seqpar.private.torch import tree_map
 from seqpar.trial.randomness import undrawn
 from seqpar.trial.record import under_trial
 

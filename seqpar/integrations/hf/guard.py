@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import reaches
+from seqpar.private.transformers import attention_of
 from seqpar.trial.identity import own_code
 
 AGAIN = "call undo() of the handle, and parallelize the model again after the change"
@@ -63,7 +64,7 @@ class ModelGuard:
                 f"{who if of_class else model} was given another forward after parallelize, so that its {who} would "
                 f"compute without the parallel one; {AGAIN}"
             )
-        if (now := self.model.config.get_text_config()._attn_implementation) != self.attention:
+        if (now := attention_of(self.model.config.get_text_config())) != self.attention:
             raise NotImplementedError(
                 f"{who} was given the attention {now!r} after parallelize, which sees one rank's rows; {AGAIN}"
             )

@@ -22,6 +22,7 @@ from torch import nn
 
 from seqpar.comm import Comm
 from seqpar.plan import Plan
+from seqpar.private.torch import wrapped_call
 from seqpar.trial.compare import Verdict
 from seqpar.trial.identity import identity
 from seqpar.trial.near_zero import in_place_of_zeros
@@ -157,4 +158,4 @@ def outermost(below: FrameType | None) -> tuple[nn.Module, tuple[Any, ...], dict
     return tuple(call.f_locals[name] for name in ("self", "args", "kwargs"))  # type: ignore[return-value]
 
 
-_CALL = nn.Module._wrapped_call_impl.__code__
+_CALL = wrapped_call(nn.Module).__code__

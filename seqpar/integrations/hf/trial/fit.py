@@ -32,6 +32,8 @@ from seqpar.integrations.hf.trial.runs import (
 )
 from seqpar.integrations.hf.trial.twin import elsewhere, twin_of, unlike
 from seqpar.integrations.hf.trial.weights import NoWeights, check_weights
+from seqpar.private import torch as torch_private
+from seqpar.private.transformers import can_set_attention
 from seqpar.trial.modules import dropping
 from seqpar.trial.protect import saved
 
@@ -39,8 +41,8 @@ EMPTY = "it has no parameters"
 OWN_MASK = "it makes its attention mask itself"
 ALONE = f"its forward of {TOKENS} input_ids fails on one process too"
 # Modules that look at other tokens, or at the batch, by design.
-BATCHES = (nn.modules.batchnorm._BatchNorm,)
-MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._NormBase)
+BATCHES = (torch_private.BatchNorm,)
+MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, torch_private.NormBase)
 
 
 def refusals(model: PreTrainedModel) -> list[str]:
@@ -50,7 +52,7 @@ def refusals(model: PreTrainedModel) -> list[str]:
         reasons.append(f"it computes {model.main_input_name}, not input_ids")
     if type(model).__name__.endswith("ForMultipleChoice"):
         reasons.append("it computes input_ids of several choices, [B, choices, S]")
-    if not model._can_set_attn_implementation() and not rewritten_attention(model):
+    if not can_set_attention(model)() and not rewritten_attention(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
     served = bool(lengthy(model) or rewritten_attention(model) or dropping_tokens(model))

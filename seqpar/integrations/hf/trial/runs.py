@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
@@ -41,6 +40,8 @@ from seqpar.integrations.hf.trial.weights import check_shown
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import surround
 from seqpar.plan import Plan
+from seqpar.private import torch as torch_private
+from seqpar.private.transformers import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from seqpar.train import cross_entropy
 from seqpar.trial.compare import close
 from seqpar.trial.exact import quantised, wide
@@ -372,7 +373,7 @@ def _as_in_training(runs: TrialRuns) -> Iterator[None]:
     runs.state = state._replace(drops=False)
     try:
         for module in model.modules():
-            still = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            still = isinstance(module, torch_private.BatchNorm)
             module.training = not (still or getattr(module, "gradient_checkpointing", False))
         # the numbers of other generators are drawn and go on afterwards as before
         with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic({}):

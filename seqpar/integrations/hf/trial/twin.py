@@ -26,6 +26,7 @@ from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.sizes import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from seqpar.integrations.hf.trial.weights import NoWeights
+from seqpar.private.transformers import ATTENTION, LOSS_FUNCTION, attention_of
 
 _making = threading.Lock()  # the generator is one for all threads
 VOCABULARY, WIDTH, EXPERTS = 64, 48, 4
@@ -68,7 +69,7 @@ def twin_of(model: PreTrainedModel, where: str) -> Iterator[PreTrainedModel]:
         for module, written in replacements(twin):
             around = ForwardWrapper(module, getattr(module, written.method), written.replacement)
             stack.enter_context(replaced(module, {written.method: around}))
-        stack.enter_context(implementation(twin, model.config._attn_implementation))
+        stack.enter_context(implementation(twin, attention_of(model.config)))
         yield twin
 
 
@@ -83,7 +84,7 @@ def unlike(model: PreTrainedModel, where: str, why: str) -> NoWeights:
 def _made(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     _shrink(config)
-    config._attn_implementation_internal = "eager"
+    setattr(config, ATTENTION, "eager")
     kind: Any = kind_of(model)
     with _making, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -93,7 +94,7 @@ def _made(model: PreTrainedModel) -> PreTrainedModel:
         for p in twin.parameters():
             if p.dim() > 1:  # weights at which attention matters
                 nn.init.normal_(p, 0.0, p.shape[-1] ** -0.5)
-    if (own := vars(model).get("_loss_function")) is not None:
+    if (own := vars(model).get(LOSS_FUNCTION)) is not None:
         twin.loss_function = own
     return twin.train(model.training)
 
