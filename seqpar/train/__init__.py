@@ -5,7 +5,8 @@ ranks, so losses and parameter gradients are *summed* over ranks. If a wrapper a
 (DistributedDataParallel, `fully_shard`), give the loss ``average_over=n``.
 """
 
-from seqpar.train.gradients import clip_grad_norm, grad_norm, sync_gradients
+from seqpar.train.clipping import clip_grad_norm, grad_norm
+from seqpar.train.gradients import sync_gradients
 from seqpar.train.log_probs import token_log_probs
 from seqpar.train.loss import cross_entropy, linear_cross_entropy
 from seqpar.train.mean import Mean

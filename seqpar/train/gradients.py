@@ -1,4 +1,4 @@
-"""Sums over ranks of the gradients of replicated parameters, and the gradients' norm.
+"""Sums over ranks of the gradients of replicated parameters.
 
 Backward leaves the gradient of a rank's share of the loss; the sum over ranks is the gradient of the loss. DDP and
 FSDP2 reduce gradients themselves; under them only the norm is needed from here.
@@ -6,25 +6,21 @@ FSDP2 reduce gradients themselves; under them only the norm is needed from here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm import Comm, PeerError, Tag
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.comm.protocol import has_memory
 from seqpar.facts.value import integer
-from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
 from seqpar.private import torch as torch_private
-from seqpar.train.checks import checks_of, mark_summed, remark, summed_already
+from seqpar.train.checks import checks_of, mark_summed, summed_already
 from seqpar.train.dtensor import global_rank, is_dtensor, local, mesh_apart
 from seqpar.train.sums import adds, sum_in_place
 from seqpar.train.wrappers import Averaging, in_flat
@@ -56,7 +52,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     refuse_transforms("sync_gradients")
     check_comm("sync_gradients", comm)
     try:
-        several, bucket_bytes = _once(parameters), integer("bucket_bytes", bucket_bytes, 1)
+        several, bucket_bytes = each_once(parameters), integer("bucket_bytes", bucket_bytes, 1)
         claim = _Claim.of(several, bucket_bytes)
     except Exception as error:
         with suppress(PeerError):  # of ranks that rely on what they remember
@@ -147,7 +143,7 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
             )
     if any(present):
         _check_backward(found)
-    _check_once(several, found, comm)
+    _checkeach_once(several, found, comm)
     plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
     if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
         remember(comm, claim.digest, known={"claim": claim[:3], "present": present})
@@ -180,7 +176,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     # so that new gradients have versions, which those of inference mode lack
     with torch.inference_mode(False), torch.no_grad(), abort_on_error(comm, "sync_gradients"):
         if not changed:
-            _separate(parameters)
+            separate(parameters)
         for index, bucket in enumerate(_buckets(parameters, bucket_bytes)):
             sums = [_addend(p, changed=changed) for p in bucket]
             asked = changed is not None and not index
@@ -193,7 +189,7 @@ def _sum(parameters: list[Tensor], comm: Comm, tag: Tag, bucket_bytes: int, *, c
     return True
 
 
-def _separate(parameters: list[Tensor]) -> None:
+def separate(parameters: list[Tensor]) -> None:
     """Give gradients copies of their own where they share memory, since the sum of one would change another.
 
     Autograd makes such gradients: of ``a + torch.cat([b, c])`` those of b and c may lie in that of a. Views that a user
@@ -238,7 +234,7 @@ def _addend(p: Tensor, *, changed: bool | None) -> Tensor:
     if changed or (grad := p.grad) is None:
         return torch.zeros_like(local(p), dtype=_grad_dtype(p), memory_format=torch.contiguous_format)
     grad = local(grad)
-    if grad.is_contiguous() and _is_writable(grad):
+    if grad.is_contiguous() and is_writable(grad):
         return grad
     return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
 
@@ -247,13 +243,13 @@ def _set_grad(p: Tensor, value: Tensor) -> None:
     """Make a tensor a parameter's gradient, unless it is already."""
     if p.grad is value:
         return
-    if p.grad is None or not _is_writable(local(p.grad)):
+    if p.grad is None or not is_writable(local(p.grad)):
         p.grad = torch.zeros_like(p, dtype=_grad_dtype(p), requires_grad=False)
     if (grad := local(p.grad)) is not value:
         grad.copy_(value)
 
 
-def _is_writable(x: Tensor) -> bool:
+def is_writable(x: Tensor) -> bool:
     """Whether every element has memory of its own that may be written, as an expanded gradient has not."""
     if x.is_inference() or x.is_conj() or x.is_neg() or (not has_memory(x) and x.numel()):
         return False
@@ -278,7 +274,7 @@ def _check_backward(found: list[_Claim]) -> None:
         )
 
 
-def _check_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
+def _checkeach_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
     """Raise for gradients that were not written to since they were summed."""
     again = [index for index, sums in enumerate(zip(*(other.repeated for other in found))) if any(sums)]
     if again:
@@ -354,125 +350,7 @@ def _buckets(parameters: list[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-@uncompiled
-@torch.no_grad()
-def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, fp32 or fp64, equal on every rank. No gradient counts as 0.
-
-    Plain parameters are whole on every rank (after `sync_gradients` or DDP), and nothing is sent. For DTensors (FSDP2,
-    HSDP, tensor parallel) the shards' norms are summed over the mesh dimensions that shard them, and only over these. A
-    collective if there are DTensors. norm_type: at least 1, or infinity.
-
-    Raises: ValueError for another norm_type; NotImplementedError for gradients that are sparse or still partial sums,
-    and for shards of FSDP1.
-    """
-    try:
-        norm_type = float(norm_type)  # torch takes "inf" too
-    except (TypeError, ValueError):
-        raise ValueError(f"grad_norm: norm_type={norm_type!r:.200}, expected a number") from None
-    if not norm_type >= 1:
-        raise ValueError(f"grad_norm: norm_type={norm_type}, expected at least 1, or infinity")
-    largest = math.isinf(norm_type)
-    several = _once(parameters)
-    if (flat := next(filter(in_flat, several), None)) is not None:
-        raise NotImplementedError(
-            f"grad_norm: a parameter of shape {list(flat.shape)} holds a shard of FullyShardedDataParallel, and "
-            "nothing tells over which ranks; call the wrapper's own clip_grad_norm_(max_norm), which returns the norm"
-        )
-    grads = [p.grad for p in several if p.grad is not None]
-    if not grads:
-        return torch.zeros((), device="cpu")
-    for grad in grads:
-        if grad.layout != torch.strided:
-            raise NotImplementedError(
-                f"grad_norm: a gradient of shape {list(grad.shape)} has layout {grad.layout}, expected a dense one; "
-                "give p.grad = p.grad.to_dense() before"
-            )
-    device = grads[0].device
-    norms = _norms([local(grad) for grad in grads], norm_type)
-    parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
-    for grad, part in zip(grads, norms, strict=True):
-        parts.setdefault(_sharding(grad), []).append(part.to(device))
-    totals = []
-    for sharding, several in parts.items():
-        stacked = torch.stack([part.double() for part in several])
-        total = stacked.max() if largest else stacked.pow(norm_type).sum()
-        for dim in sharding[1] if sharding else ():
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(total, op, group=sharding[0].get_group(dim))
-        totals.append(total)
-    total = torch.stack(totals)
-    total = total.max() if largest else total.sum().pow(1 / norm_type)
-    return total if any(grad.dtype == torch.float64 for grad in grads) else total.float()
-
-
-def _norms(several: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each tensor, in its accumulation dtype; on CUDA a few launches for all of a kind."""
-    norms = [x.new_zeros((), dtype=acc_dtype(x.dtype).to_real()) for x in several]
-    for indices in _by_kind(several):
-        kind = [several[index] for index in indices]
-        for index, norm in zip(indices, torch_private.foreach_norm(kind, norm_type, dtype=acc_dtype(kind[0].dtype))):
-            norms[index] = norm
-    return norms
-
-
-def _by_kind(several: list[Tensor]) -> Iterable[list[int]]:
-    """The indices of tensors that have elements, by device and dtype, since operators on lists take one kind."""
-    kinds: dict[object, list[int]] = {}
-    for index, x in enumerate(several):
-        if x.numel():
-            kinds.setdefault((x.device, x.dtype), []).append(index)
-    return kinds.values()
-
-
-def _sharding(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """A DTensor's mesh and the mesh dimensions that shard it; None if every rank has all of it."""
-    if not is_dtensor(grad):
-        return None
-    if any(placement.is_partial() for placement in grad.placements):
-        raise NotImplementedError(
-            f"grad_norm: a gradient of shape {list(grad.shape)} has placements {grad.placements}, sums that are not "
-            "reduced yet; redistribute it to Shard or Replicate"
-        )
-    return grad.device_mesh, tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
-
-
-@uncompiled
-@torch.no_grad()
-def clip_grad_norm(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float | Tensor,
-    *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; returns the norm before. As `grad_norm`.
-
-    Raises: RuntimeError for a norm that is not finite, if asked to, on every rank; and what `grad_norm` does.
-    """
-    several = _once(parameters)
-    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
-        max_norm = max_norm.reshape(())
-    elif not isinstance(max_norm, (int, float)):
-        raise TypeError(f"clip_grad_norm: max_norm must be a number, got {max_norm!r:.200}")
-    norm = grad_norm(several, norm_type=norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"clip_grad_norm: the norm of the gradients is {norm.item()}, and nothing was scaled")
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    with remark(several):
-        _separate(several)
-        parts = []
-        for p in several:
-            if (grad := p.grad) is not None:
-                if not _is_writable(local(grad)):
-                    p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
-                parts.append(local(grad))
-        for indices in _by_kind(parts):
-            torch_private.foreach_mul_([parts[index] for index in indices], scale.to(parts[indices[0]].device))
-    return norm
-
-
-def _once(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def each_once(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, in order."""
     if isinstance(parameters, nn.Module):
         raise TypeError(f"expected parameters, got the model {type(parameters).__name__}; give model.parameters()")
