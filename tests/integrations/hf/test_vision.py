@@ -525,7 +525,7 @@ def test_blocks_of_all_ranks_are_cut_where_documents_end() -> None:
     again = told[1]._replace(numbers=np.array([0, 0]))
     with pytest.raises(NotImplementedError, match="in several stretches"):
         united([again], [np.array([9])])
-    with pytest.raises(NotImplementedError, match="in two ways"):
+    with pytest.raises(NotImplementedError, match="by different rules on ranks"):
         united([told[1], told[1]._replace(rules={rule: "whole"})], [np.array([9]), np.array([9])])
 
 
