@@ -40,6 +40,7 @@ def windowed(
     # A piece is cut where the window meets one of its bounds, and where it has passed a bound and nothing is seen.
     tokens = int(offsets[-1])
     start = distinct(np.concatenate([band.spans.start, offsets[:-1]]))
+    start = start[start < tokens]  # documents at the end may have keys alone
     at, (lo, hi) = key_positions(start), band.bounds(start)
     cuts = [lo - at + x for x in (left,) if x is not None] + [hi - at - x - 1 for x in (right,) if x is not None]
     start = pieces_between(start, cuts, tokens)

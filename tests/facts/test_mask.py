@@ -161,6 +161,11 @@ def test_a_windowed_mask_sees_what_lies_in_the_window(arguments, data) -> None:
     assert mask.windowed(window) is narrowed
 
 
+def test_a_window_of_documents_that_have_keys_alone() -> None:
+    mask = Mask([0, 2, 0], causal=False, kv_lengths=[1, 3, 1])
+    np.testing.assert_array_equal(pairs_of(mask.windowed((0, None))), [[0, 0, 1, 1, 0], [0, 0, 0, 1, 0]])
+
+
 @given(documents())
 def test_a_window_given_first_or_later_makes_equal_masks(arguments) -> None:
     if arguments["kv_lengths"] is None:  # a query that sees nothing may have its empty interval anywhere
