@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -70,14 +71,14 @@ is_view = names.attribute("_is_view")
 active_ddp, comm_hooks = names.attribute("_get_active_ddp_module"), names.attribute("_comm_hooks")
 state_of, group_of = names.attribute("_get_fsdp_state"), names.attribute("_fsdp_param_group")
 unsharded = names.attribute("_unsharded_param")
-cdata = names.attribute("_cdata")  # of a storage: where its memory is described
+cdata = attrgetter(names.key("_cdata"))  # of a storage: where its memory is described
 # methods of process groups and of their backends
 get_backend = names.attribute("_get_backend")
 start_coalescing, end_coalescing = names.attribute("_start_coalescing"), names.attribute("_end_coalescing")
 reduce_scatter_base, allgather_base = names.attribute("_reduce_scatter_base"), names.attribute("_allgather_base")
 group_start, group_end = names.attribute("_group_start"), names.attribute("_group_end")
 # variables of torch's modules, which others set
-forward_level = partial(names.attribute("_current_level"), forward_ad)  # of forward-mode derivatives, -1 outside
+forward_level = partial(attrgetter(names.key("_current_level")), forward_ad)  # of forward-mode derivatives, -1 outside
 is_profiling = partial(names.attribute("_is_profiler_enabled"), profiler)  # in any thread
 meta_of_graph = partial(names.attribute("current_meta"), fx_traceback)  # of the nodes that are traced now
 # the part of its activations that a compiled graph keeps, rather than repeat ops in its backward
