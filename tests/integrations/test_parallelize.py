@@ -28,6 +28,7 @@ from tests.dsp import models as dsp_models
 from tests.dsp.cases import clip, latte
 from tests.integrations.diffusers_models import flux
 from tests.integrations.hf.models import SIZES, batches, build
+from tests.integrations.plain import Attending
 
 
 @pytest.mark.parametrize("around", [DistributedDataParallel, FullyShardedDataParallel, nn.DataParallel, torch.compile])
@@ -54,14 +55,6 @@ def test_what_is_no_model_and_no_comm_is_said() -> None:
         seqpar.parallelize("meta-llama/Llama-3.1-8B", LocalComm())
 
 
-class Rows(nn.Linear):
-    """Attention over rows [T, 8], by PyTorch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = super().forward(x).unflatten(-1, (2, 4)).transpose(0, 1)
-        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
 def small_video(**sizes: int) -> nn.Module:
     return LTXVideoTransformer3DModel(
         num_layers=1, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16, **sizes
@@ -70,7 +63,7 @@ def small_video(**sizes: int) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["transformers", "diffusers", "sdpa"])
 def test_a_model_is_parallel_once(kind: str) -> None:
-    model = small_video() if kind == "diffusers" else Rows(8, 8) if kind == "sdpa" else build("llama")
+    model = small_video() if kind == "diffusers" else Attending() if kind == "sdpa" else build("llama")
     options = {"sdpa": True} if kind == "sdpa" else {}
     handle = seqpar.parallelize(model, LocalComm(), **options)
     with pytest.raises(ValueError, match="is parallel already; call undo"):
@@ -129,7 +122,7 @@ def test_every_kind_of_model_takes_a_plan_and_has_the_same_handle(kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["diffusers", "sdpa"])
 def test_a_pickle_says_what_to_save_instead(kind: str, tmp_path: object) -> None:
-    model = small_video() if kind == "diffusers" else Rows(8, 8)
+    model = small_video() if kind == "diffusers" else Attending()
     options = {"sdpa": True} if kind == "sdpa" else {}
     with (
         seqpar.parallelize(model, LocalComm(), **options),
@@ -200,18 +193,6 @@ def in_transform(kind: str) -> None:
 def test_models_inside_transforms_are_refused(kind: str) -> None:
     with pytest.raises(NotImplementedError, match=r"parallelize\(\w+\) inside a transform of torch.func"):
         in_transform(kind)
-
-
-class Attending(nn.Module):
-    """Attention of rows [1, T, 8] by PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.linear(x)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
 
 
 class ByHand(Attending):

@@ -22,21 +22,10 @@ from seqpar import Comm, Layout, Mask, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import clip_grad_norm, cross_entropy, sync_gradients
 from tests.integrations.hf.models import batches, build
+from tests.integrations.plain import Attending
 
 RANKS = 2
 MODEL, EVERY = build("llama"), batches("right", RANKS)
-
-
-class Attends(nn.Module):
-    """Causal attention of rows [1, T, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.linear(x)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
 
 
 ATTENDED, ATTENDED_ROWS = Plan(Mask([8]), Layout.contiguous(8, 2)), torch.ones(1, 4, 8)
@@ -135,7 +124,7 @@ def test_weights_that_differ_after_a_sum_are_an_error_that_names_both_causes(ste
 
 @pytest.mark.parametrize(("sdpa", "begun"), [(False, 0), (False, 2), (True, 0), (True, 2)])
 def test_a_layer_that_one_rank_freezes_is_named(sdpa: bool, begun: int) -> None:
-    model = nn.Sequential(Attends()) if sdpa else MODEL
+    model = nn.Sequential(Attending()) if sdpa else MODEL
 
     def rank(comm: Comm) -> str:
         own = copy.deepcopy(model)
