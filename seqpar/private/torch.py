@@ -78,11 +78,18 @@ start_coalescing, end_coalescing = names.attribute("_start_coalescing"), names.a
 reduce_scatter_base, allgather_base = names.attribute("_reduce_scatter_base"), names.attribute("_allgather_base")
 group_start, group_end = names.attribute("_group_start"), names.attribute("_group_end")
 # variables of torch's modules, which others set
-forward_level = partial(attrgetter(names.key("_current_level")), forward_ad)  # of forward-mode derivatives, -1 outside
 is_profiling = partial(names.attribute("_is_profiler_enabled"), profiler)  # in any thread
 meta_of_graph = partial(names.attribute("current_meta"), fx_traceback)  # of the nodes that are traced now
 # the part of its activations that a compiled graph keeps, rather than repeat ops in its backward
 memory_budget = partial(names.attribute("activation_memory_budget"), functorch_config)
+
+
+names.key("_current_level")
+
+
+def forward_level() -> int:
+    """The level of forward-mode derivatives, -1 outside. Every eager call reads it, and `torch.compile` traces it."""
+    return forward_ad._current_level  # type: ignore[attr-defined,no-any-return]
 
 
 # Autograd numbers nodes as a thread records them, so a call that is repeated in a backward pass, as by a checkpoint,
