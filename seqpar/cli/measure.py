@@ -116,8 +116,9 @@ class SingleRankComm:
             raise error
 
     def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
-    ) -> list[Any]:
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
+        hint: str = "",
+    ) -> list[Any]:  # fmt: skip
         """This rank's value in place of every rank's; raises the error if there is one."""
         self.agree(what, facts, error)
         return [value] * self.size

@@ -233,12 +233,13 @@ class ProcessComm(CommBase[P]):
 
     @enters
     def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
-    ) -> list[Any]:
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
+        hint: str = "",
+    ) -> list[Any]:  # fmt: skip
         """Every rank's value: see `Comm.gather`. Small values of up to 8 ranks take one message per pair."""
         self.check()
         claim, own, error = Contribution.of(what, facts, error, value)
-        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)")
+        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)", hint)
         if self.size > DIRECT:
             return self._gather_by_rounds(claim, own, tag, error)
         packed = pickle.dumps((claim, own))
@@ -298,7 +299,8 @@ class ProcessComm(CommBase[P]):
         silent = [rank for rank in self._ranks if rank not in here]
         if not silent:
             return error
-        return PeerError(f"rank {self._channel.rank} {waited(f'in {tag.name}', self._channel.timeout, *silent)}")
+        reason = waited(f"in {tag.name}", self._channel.timeout, *silent, hint=tag.hint)
+        return PeerError(f"rank {self._channel.rank} {reason}")
 
     def _first(self, own: _First, tag: Tag) -> list[_First]:
         """All ranks' first messages, by rank."""
@@ -405,16 +407,22 @@ def pairs(rank: int, size: int) -> list[tuple[int, int]]:
     return rounds if beyond >= size else [(0, beyond), *rounds, (1 + bits, beyond)]
 
 
-def waited(doing: str, timeout: float, *peers: int, more: str = "") -> str:
+def then(peer: int, hint: str) -> str:
+    """How the reason for an error ends if a peer was lost in an exchange with this hint."""
+    return f"{DEAD}; see in the log of rank {peer} why it ended, or {hint}" if hint else ""
+
+
+def waited(doing: str, timeout: float, *peers: int, more: str = "", hint: str = "") -> str:
     """The reason for an error: a rank was `doing` something that needs peers, for longer than the timeout."""
     who = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
-    return (
-        f"{doing}: waited {timeout:g} s for {who}{more}{DEAD}; make every rank take part in this call, as often as the "
-        f"others, or give the comm a longer timeout if {who} only needs more time"
+    hint = hint or (
+        "make every rank take part in this call, as often as the others, or give the comm a longer timeout if "
+        f"{who} only needs more time"
     )
+    return f"{doing}: waited {timeout:g} s for {who}{more}{DEAD}; {hint}"
 
 
-def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "") -> str:
+def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "", hint: str = "") -> str:
     """The reason for an error, as `waited`, where ranks wait for each other: the last one of the chain is to blame.
 
     more: what the first one has to do, in words, if it is the last one too.
@@ -423,7 +431,7 @@ def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "") ->
     if through:
         s, wait = ("s", "wait") if len(through) > 1 else ("", "waits")
         more = f", for which rank{s} {', '.join(map(str, through))} {wait} too"
-    return waited(doing, timeout, last, more=more)
+    return waited(doing, timeout, last, more=more, hint=hint)
 
 
 def is_group(x: object) -> bool:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import ProcessChannel, held_up, waited
+from seqpar.comm.base import ProcessChannel, held_up, then, waited
 from seqpar.comm.failure import Monitor, RootCause, weakly
 from seqpar.comm.header import REMEMBERED, describe
 from seqpar.comm.host_pool import HostPool
@@ -177,16 +177,16 @@ class GroupChannel(ProcessChannel):
         self.root_cause.close()
         self._groups.clear()
 
-    def failed(self, doing: str, peer: int, error: RuntimeError) -> PeerError:
-        """The error for one of gloo's while `doing` something that waits for `peer`."""
+    def failed(self, doing: str, peer: int, error: RuntimeError, hint: str = "") -> PeerError:
+        """The error for one of gloo's while `doing` something that waits for `peer`. hint: of the exchange's tag."""
         timed_out = _timed_out(error)
         what = f"waited {self.timeout:g} s for" if timed_out else "lost the connection to"
         if not timed_out:
-            reason = f"{doing}: lost the connection to rank {peer}"
+            reason = f"{doing}: lost the connection to rank {peer}{then(peer, hint)}"
         elif self.look():
             return self.error(f"{doing}, {what} rank {peer}")
         else:
-            reason = held_up(doing, self.timeout, self.root_cause.chain(peer))
+            reason = held_up(doing, self.timeout, self.root_cause.chain(peer), hint=hint)
         # a lost connection often means another rank failed, and that rank is about to write why
         self.fail(reason, grace=0.0 if timed_out else 1.0)
         return self.error(f"{doing}, {what} rank {peer}")

@@ -47,6 +47,7 @@ from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, copy_rows, cycle_through, fill_nan
 from seqpar.comm.owner import in_some_comm
 from seqpar.comm.protocol import (
+    DEAD,
     NO_FACTS,
     Comm,
     Contribution,
@@ -156,7 +157,7 @@ class _World:
             self.wakeups[rank].wait(until - now)
 
     def agree(
-        self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Any, *, kind: str, what: str
+        self, rank: int, ranks: Sequence[int], key: tuple[Scope, int], claim: Any, *, kind: str, what: str, hint: str
     ) -> list[Any]:
         """The claims of all `ranks`, in that order, once all have arrived. kind: of call, equal on all ranks."""
         with self.lock:
@@ -174,18 +175,19 @@ class _World:
             self.waits.agreeing[rank] = agreement
             try:
                 while missing := agreement.missing:
-                    self._agree_once(rank, deadline, missing, what)
+                    self._agree_once(rank, deadline, missing, what, hint)
             finally:
                 del self.waits.agreeing[rank]
             self.agreements.pop(key, None)
             return [agreement.claims[peer] for peer in ranks]
 
-    def _agree_once(self, rank: int, deadline: float, missing: list[int], what: str) -> None:
+    def _agree_once(self, rank: int, deadline: float, missing: list[int], what: str, hint: str) -> None:
         """Sleep until something happens, and move due messages; give up if nothing can help this rank."""
         if self.failure is not None:
             self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
         elif time.monotonic() >= deadline:
-            self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}")
+            then = f"{DEAD}; {hint}" if hint else ""
+            self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}{then}")
         elif not self._fail_of_cycle(rank, self.waits.awaited):
             until = min(deadline, self.moves[0].due) if self.moves else deadline
             self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
@@ -412,19 +414,20 @@ class LocalComm(CommBase[_LocalChannel]):
 
     @enters
     def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
-    ) -> list[Any]:
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
+        hint: str = "",
+    ) -> list[Any]:  # fmt: skip
         """Every rank's value: see `Comm.gather`."""
         self.check()
         own = Contribution.of(what, facts, error, value)
-        found = self._together("gathering of", what, own)
+        found = self._together("gathering of", what, own, hint)
         raise_first([each.claim for each in found], own.error)
         return [pickle.loads(each.packed) for each in found]
 
-    def _together(self, kind: str, what: str, claim: Any) -> list[Any]:
+    def _together(self, kind: str, what: str, claim: Any, hint: str = "") -> list[Any]:
         """Every rank's claim, by rank."""
         key = self._scope, next(self._counter("agree"))
-        return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what)
+        return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what, hint=hint)
 
 
 _warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms that `warn_alone` has told of

@@ -53,7 +53,7 @@ class Tag(NamedTuple):
 
     digest: 63 bits of the plan and of the call's signature; call: the verb's number on this comm (`Comm.next_call`);
     phase: the part of the verb (forward, backward, ...); stage: the step inside the phase. name: verb and phase in
-    words, for errors; it is not sent.
+    words, hint: what to do where a rank does not come; for errors, not sent.
     """
 
     digest: int
@@ -61,6 +61,7 @@ class Tag(NamedTuple):
     phase: int
     stage: int
     name: str = ""
+    hint: str = ""
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
@@ -201,12 +202,14 @@ class Comm(Protocol):
         ...
 
     def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
-    ) -> list[Any]:
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
+        hint: str = "",
+    ) -> list[Any]:  # fmt: skip
         """Every rank's value, by rank, on every rank. A collective over the CPU channel, for facts rather than tensors.
 
         what: the call, for messages. value: any small object that pickles. error: an error on this rank in place of a
-        value. facts: must be equal on all ranks, as in `agree`, which is included.
+        value. facts: must be equal on all ranks, as in `agree`, which is included. hint: what to do if a rank does not
+        come, for the error.
 
         Raises: the error on this rank, and ValueError quoting it on every other; ValueError if ranks are in different
         calls or differ in a fact; PeerError after the timeout.

@@ -14,7 +14,7 @@ import torch
 from seqpar.comm import Comm
 from seqpar.data.batch import Reading
 from seqpar.data.share import Planner, Share, choose, take
-from seqpar.data.snapshot import OVERWRITTEN, Snapshot
+from seqpar.data.snapshot import OverwrittenError, Snapshot
 from seqpar.data.union import BatchUnion, announce
 from seqpar.facts.value import integer
 from seqpar.ops.core.precompute import recent_attention, recent_recurrent
@@ -72,7 +72,7 @@ def _shares(loader: Loader, comm: Comm, how: Reading, depth: int, source: str, p
         for (known, snapshot, planned), last in with_lookahead(begin, depth):
             chosen = planned.result()
             if not snapshot.holds():  # all ranks raise it, as an error of the planner
-                chosen = ValueError(OVERWRITTEN)
+                chosen = OverwrittenError()
             (only,) = take(known, comm, how, chosen)
             yield only, last
 
@@ -90,8 +90,8 @@ def _chosen(known: BatchUnion, comm: Comm, planner: Planner | None) -> list[Micr
 def with_lookahead(begin: Callable[[Sequence[T]], T | None], depth: int) -> Epoch[T]:
     """The items that `begin` returns until it returns None; the next `depth` are begun before each is yielded.
 
-    begin: is given the items that wait. Its error is raised at the turn of its item; at once if it says that what a
-    waiting item is about was overwritten.
+    begin: is given the items that wait. Its error is raised at the turn of its item; `OverwrittenError`, which is about
+    waiting items, at once.
     """
     waiting: deque[T] = deque()
     failure: Exception | None = None
@@ -102,7 +102,7 @@ def with_lookahead(begin: Callable[[Sequence[T]], T | None], depth: int) -> Epoc
                 item = begin(waiting)
             except Exception as error:
                 failure, going = error, False
-                if OVERWRITTEN in str(error):  # all ranks see it; items before may be the overwritten ones
+                if isinstance(error, OverwrittenError):  # on all ranks; items before may be the overwritten ones
                     waiting.clear()
                 break
             if item is None:

@@ -17,10 +17,16 @@ WHOLE = {
     torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 }  # fmt: skip
-OVERWRITTEN = (
-    "prefetch: a batch that was read ahead has been written to since, as by a loader that fills the same tensors "
-    "again; yield new tensors for every batch, as a DataLoader does"
-)
+
+
+class OverwrittenError(ValueError):
+    """A batch that was read ahead has other values now."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "prefetch: a batch that was read ahead has been written to since, as by a loader that fills the same "
+            "tensors again; yield new tensors for every batch, as a DataLoader does"
+        )
 
 
 class Snapshot:

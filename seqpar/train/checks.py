@@ -15,7 +15,6 @@ whose weights nothing has written, the host waits for no device.
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 import weakref
@@ -32,7 +31,6 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.header import hash63
-from seqpar.comm.protocol import DEAD, PeerError
 from seqpar.ops.core.compared import hashed
 from seqpar.private.accelerate import offloaded
 from seqpar.private.torch import FLAT, parameters_of
@@ -40,6 +38,10 @@ from seqpar.train.dtensor import alike, global_rank, is_dtensor, local, version
 from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp, in_flat, shards
 
 WEIGHTS = "weights"  # the fact of a forward
+FEWER = (  # what to do where a rank comes to no forward
+    "give every rank as many batches as the others, or run the model on one rank alone inside `with handle.local():`, "
+    "where handle is what `parallelize` returned"
+)
 
 _open: weakref.WeakSet[StepChecks] = weakref.WeakSet()
 _opening = threading.Lock()  # around uses of the set, since ranks may be threads
@@ -90,36 +92,18 @@ class StepChecks:
         Raises: as `Comm.gather`; ValueError on every rank if weights differ, or what requires gradients.
         """
         if self.comm.size == 1:
-            return self._gather(what, value, error, facts)
+            return self.comm.gather(what, value, error, facts=facts, hint=FEWER)
         gathered = None
         try:
-            gathered = self._gather(what, value, error, {**facts, WEIGHTS: self._fact()})
+            gathered = self.comm.gather(what, value, error, facts={**facts, WEIGHTS: self._fact()}, hint=FEWER)
         except ValueError as refused:
             if getattr(refused, "differing", "") != WEIGHTS:
                 raise
         if gathered is None:  # outside the except clause: its error, about digests, would be printed above this one's
             self._compare(what)
-            gathered = self._gather(what, value, error, facts)
+            gathered = self.comm.gather(what, value, error, facts=facts, hint=FEWER)
         self._seen, self._equal, self._steps, self._unsummed = self._now, True, 0, False
         return gathered
-
-    def _gather(self, what: str, value: Any, error: Exception | None, facts: Mapping[str, object]) -> list[Any]:
-        try:
-            return self.comm.gather(what, value, error, facts=facts)
-        except PeerError as error:
-            said, happened = str(error), f"{what} (gathering): "
-            told = f"{said.partition(DEAD)[0]}{DEAD}"
-            if lost := re.search(rf"{re.escape(happened)}lost (?:the connection to )?(rank \d+)", said):
-                raise PeerError(
-                    f"{told}; see in the log of {lost[1]} why it ended, and if it had no batch left, give every rank "
-                    "as many as the others"
-                ) from error
-            if f"{happened}waited" in said or f"to agree on {what}" in said:
-                raise PeerError(
-                    f"{told}; give every rank as many batches as the others, or run the model on one rank alone inside "
-                    "`with handle.local():`, where handle is what `parallelize` returned"
-                ) from error
-            raise
 
     # 1. weights
 

@@ -176,10 +176,11 @@ class PeerComm(CommBase[PeerChannel]):
 
     @enters
     def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS
-    ) -> list[Any]:
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
+        hint: str = "",
+    ) -> list[Any]:  # fmt: skip
         """Every rank's value: see `Comm.gather`."""
-        return self._together(what, lambda: self._control.gather(what, value, error, facts=facts))
+        return self._together(what, lambda: self._control.gather(what, value, error, facts=facts, hint=hint))
 
     def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
         """The result of a collective of the hosts' comm; exchanges that were posted go on meanwhile."""

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, held_up, process_group
+from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, held_up, process_group, then
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.failure import RootCause, parsed_cause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
@@ -279,14 +279,15 @@ class ShmChannel(ProcessChannel):
                     # it may have done its part before it was lost
                     self.progress()
                     if progress.left:
-                        return self.fail(f"in {progress.name}: lost rank {peer}, {why}")
+                        return self.fail(f"in {progress.name}: lost rank {peer}, {why}{then(peer, progress.tag.hint)}")
             if not progress.left:
                 return
             peer, *_ = self._awaited(progress)[0]
             self.board.beat(peer)
             if seconds >= self.timeout:
                 does = self._first_awaited(progress).removeprefix(f"rank {peer}")
-                self.fail(held_up(f"in {progress.name}", self.timeout, self.board.chain(peer, before), does))
+                chain, hint = self.board.chain(peer, before), progress.tag.hint
+                self.fail(held_up(f"in {progress.name}", self.timeout, chain, does, hint))
 
     def _awaited(self, progress: _MessagesLeft) -> list[tuple[int, bool]]:
         """The peers that an exchange waits for, each with whether it has to send."""

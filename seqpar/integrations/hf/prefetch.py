@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.data.host import moved
 from seqpar.data.prefetch import Epoch, Epochs, Loader, planning_thread, with_lookahead
-from seqpar.data.snapshot import OVERWRITTEN, Snapshot
+from seqpar.data.snapshot import OverwrittenError, Snapshot
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen, integer
 from seqpar.ops.core.agreement import gathering
@@ -146,14 +146,16 @@ def _told(
     that this rank's loader gave before.
     """
     batch, error = loader.next()
-    with gathering(f"prefetch(depth={depth}): lengths of the next batches", comm) as lengths:
+    with gathering(f"prefetch(depth={depth}): lengths of the next batches", comm) as told:
         if error is not None:
             raise error
-        if not all(snapshot.holds() for snapshot in waiting):
-            raise ValueError(OVERWRITTEN)
-        if not loader.ended:
-            batch, lengths.own = bring(batch)
-    every = lengths.every
+        lengths, holds = None, all(snapshot.holds() for snapshot in waiting)
+        if holds and not loader.ended:
+            batch, lengths = bring(batch)
+        told.own = lengths, holds
+    every, held = zip(*told.every, strict=True)
+    if not all(held):
+        raise OverwrittenError
     ended = [rank for rank, each in enumerate(every) if each is None]
     if len(ended) == comm.size:
         return None, None, None
