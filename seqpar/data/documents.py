@@ -99,9 +99,7 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
     given = {name: _integers(name, rows.entries[name]) for name in STARTS if name in rows.entries}
     if not given:
         if said := [name for name in LONGEST if name in rows.entries]:
-            raise ValueError(
-                f"{said[0]} without cu_seqlens does not locate the documents; give cu_seqlens too, or leave it out"
-            )
+            raise ValueError(f"{said[0]} without cu_seqlens does not locate the documents")
         return None
     tokens = int(rows.edges[-1])
     name, starts = next(iter(given.items()))

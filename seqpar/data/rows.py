@@ -116,7 +116,7 @@ def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
     lengths = [len(x) for x in given[lead]]
     for name, value in given.items():
         if name in (*STARTS, *LONGEST, MASK):
-            raise ValueError(f"{name} beside a list of documents gives the documents twice; leave it out")
+            raise ValueError(f"{name} beside a list of documents gives the documents twice")
         if name == PARENTS:
             entries[name] = value
             continue

@@ -250,7 +250,7 @@ def _common(every: Sequence[Facts], optional: Sequence[str]) -> dict[str, Column
             if one != other:
                 raise ValueError(
                     f"share: {name} is {_describe(one)} on rank {first} and {_describe(other)} on rank {rank}; rows of "
-                    "all ranks' batches go together: give them the same entries"
+                    "all ranks' batches go together"
                 )
     return {name: columns[first][name] for name in sorted(columns[first])}
 

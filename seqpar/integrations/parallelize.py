@@ -59,7 +59,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
             )
         _, _, *known = inspect.signature(make).parameters
         if unknown := sorted(options.keys() - known):
-            raise TypeError(f"parallelize({name}) got {unknown}, its options are {known}; leave the others out")
+            raise TypeError(f"parallelize({name}) got {unknown}, its options are {known}")
     except TypeError as error:
         with suppress(PeerError):
             comm.gather("parallelize", None, error)  # the others are in a gathering too, here or in a forward

@@ -83,7 +83,7 @@ class Attention(nn.Module):
         or that makes other calls than forward.
         """
         if comm is not None and plan is None:
-            raise ValueError("a layer was given a comm without a plan; give both, their handle, or neither")
+            raise ValueError("a layer was given a comm without a plan")
         if q.dim() == 4:
             q, k, v = (_unbatched(x) for x in (q, k, v))
             return self._attend(q, k, v, sinks, alibi_slopes, plan, comm, seed).unsqueeze(0)

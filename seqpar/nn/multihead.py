@@ -61,9 +61,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         masks = {"key_padding_mask": key_padding_mask is not None, "attn_mask": attn_mask is not None}
         for name, given in {**masks, "is_causal=True": is_causal}.items():
             if given:
-                raise NotImplementedError(f"MultiheadAttention: {name}: the plan's mask takes its place; leave it out")
+                raise NotImplementedError(f"MultiheadAttention: {name}: the plan's mask takes its place")
         if need_weights:
-            raise NotImplementedError("MultiheadAttention: need_weights=True: no rank has them; give False")
+            raise NotImplementedError("MultiheadAttention: need_weights=True: no rank has them")
         if query.is_nested or key.is_nested or value.is_nested:
             raise NotImplementedError("MultiheadAttention: nested tensors; give this rank's rows [T, E]")
         same = query is key and key is value

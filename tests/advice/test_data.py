@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import seqpar
 from seqpar.comm import Comm, LocalComm
-from seqpar.data import back, micro_batches, prefetch, share
+from seqpar.data import back, prefetch, share
 from seqpar.testing import run_threads
 from tests.advice.advised import advised
 from tests.data.cases import ring
@@ -37,15 +35,6 @@ def test_documents_are_numbered_by_a_mask_from_1_in_ascending_order() -> None:
     assert lengths == [4, 2, 2, 4] and torch.equal(home, IDS)
 
 
-def test_micro_batches_are_planned_by_plan_step() -> None:
-    hardware = seqpar.Hardware.of("h100")
-    with advised(ValueError, "give seqpar.plan_step, or a function like it"):
-        micro_batches({"input_ids": IDS}, LocalComm(), plan=partial(seqpar.plan_batch, hardware=hardware))
-    for plan in (seqpar.plan_step, partial(seqpar.plan_step, hardware=hardware)):
-        shares = micro_batches({"input_ids": IDS}, LocalComm(), plan=plan)
-        assert torch.equal(sum(back(s, s.tensors["input_ids"]) for s in shares), IDS)  # type: ignore[arg-type]
-
-
 def test_positions_that_restart_go_without_a_mask_or_with_cu_seqlens() -> None:
     at = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
     packed = {"input_ids": PACKED, "position_ids": at}
@@ -54,13 +43,6 @@ def test_positions_that_restart_go_without_a_mask_or_with_cu_seqlens() -> None:
     for batch in (packed, packed | {"cu_seqlens": [0, 4, 7, 12], "attention_mask": torch.ones_like(PACKED)}):
         lengths, home = shared(batch)
         assert lengths == [4, 3, 5] and torch.equal(home, PACKED)
-
-
-def test_a_longest_document_goes_with_the_documents_or_not_at_all() -> None:
-    with advised(ValueError, "give cu_seqlens too, or leave it out"):
-        shared({"input_ids": PACKED, "max_seqlen": 8})
-    assert shared({"input_ids": PACKED, "max_seqlen": 8, "cu_seqlens": [0, 4, 12]})[0] == [4, 8]
-    assert shared({"input_ids": PACKED})[0] == [12]
 
 
 def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
@@ -75,14 +57,6 @@ def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
         shared({"input_ids": IDS, "attention_mask": torch.ones(1, 6)})
 
 
-def test_a_list_of_documents_goes_without_a_mask() -> None:
-    documents = [IDS[0], IDS[1, :4]]
-    with advised(ValueError, "leave it out"):
-        shared({"input_ids": documents, "attention_mask": [torch.ones(6), torch.ones(4)]})
-    lengths, home = shared({"input_ids": documents})
-    assert lengths == [6, 4] and all(map(torch.equal, home, documents))
-
-
 def test_ranks_with_batches_of_their_own_are_sharded_and_others_bring_one() -> None:
     def rank(comm: Comm) -> tuple[list[int], list[int]]:
         with advised(ValueError, "bring the same batch on every rank, or give source='sharded' for a batch of each"):
@@ -94,17 +68,6 @@ def test_ranks_with_batches_of_their_own_are_sharded_and_others_bring_one() -> N
 
     for lengths in run_threads(2, rank):
         assert lengths == ([6] * 2, [6] * 4)
-
-
-def test_ranks_give_the_same_entries() -> None:
-    def rank(comm: Comm) -> int:
-        extra = {"weight": torch.ones(2, 6)}
-        with advised(ValueError, "rows of all ranks' batches go together: give them the same entries"):
-            share({"input_ids": IDS} | (extra if comm.rank else {}), comm, plan=ring)
-        return len(share({"input_ids": IDS} | extra, comm, plan=ring).plan.mask.lengths)
-
-    for documents in run_threads(2, rank):
-        assert documents == 4
 
 
 def test_labels_of_pads_do_not_count() -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 import seqpar
-from seqpar import Comm, LocalComm
+from seqpar import Comm
 from seqpar.testing import run_threads
 from tests.advice.advised import advised
 
@@ -45,19 +43,6 @@ def right_after(mistake: Callable[[Comm, nn.Module], None]) -> bool:
         return is_right(model)
 
     return run_threads(2, rank) == [True, True]
-
-
-def test_a_model_under_parallelism_of_diffusers_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    model = copy.deepcopy(MODEL)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
-    try:
-        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
-    finally:
-        dist.destroy_process_group()
-    with advised(NotImplementedError, "create it without that"):
-        seqpar.parallelize(model, LocalComm())
-    assert right_after(lambda comm, model: None)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -98,35 +83,3 @@ def test_attention_is_that_of_pytorch(way: str) -> None:
 
     with attention_backend("native" if way == "its own" else "flex"):
         assert right_after(mistake)
-
-
-@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
-def test_processors_are_those_of_diffusers() -> None:
-    other = type("FluxAttnProcessor", (), {"__call__": lambda self, attn, x, *_, **__: (x, x)})
-
-    def rank(comm: Comm) -> bool:
-        model = copy.deepcopy(MODEL)
-        attention = model.transformer_blocks[0].attn
-        with seqpar.parallelize(model, comm):
-            attention.set_processor(other())
-            with advised(NotImplementedError, "give it a processor of diffusers as it is"):
-                is_right(model)
-            attention.set_processor(transformer_flux.FluxAttnProcessor())
-            return is_right(model)
-
-    assert run_threads(2, rank) == [True, True]
-
-
-@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
-def test_attention_is_given_no_mask() -> None:
-    def masked(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        return args, given | {"attention_mask": torch.ones(1, 1, 20, 20).bool()}
-
-    def mistake(comm: Comm, model: nn.Module) -> None:
-        attention = model.transformer_blocks[0].attn  # type: ignore[union-attr, index]
-        hook = attention.register_forward_pre_hook(masked, with_kwargs=True)  # type: ignore[union-attr, operator]
-        with advised(NotImplementedError, "leave it out"):
-            is_right(model)
-        hook.remove()
-
-    assert right_after(mistake)

@@ -84,33 +84,6 @@ def test_ranks_load_or_draw_the_same_weights(way: Callable[[int, nn.Module], nn.
     assert losses[0] == losses[1] and (way is seeded or is_right(losses[0]))
 
 
-def test_a_run_starts_again_and_sums_gradients_before_every_step() -> None:
-    def rank(comm: Comm) -> bool:
-        model = copy.deepcopy(MODEL)
-        with seqpar.parallelize(model, comm):
-            model(**EVERY[comm.rank]).loss.backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
-            with advised(
-                ValueError,
-                "start again from equal weights, call seqpar.train.sync_gradients(model.parameters(), comm) before "
-                "every step, and load weights on every rank",
-            ):
-                model(**EVERY[comm.rank])
-            model.load_state_dict(MODEL.state_dict())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(2):
-                loss = model(**EVERY[comm.rank]).loss
-                loss.backward()
-                sync_gradients(model.parameters(), comm)
-                assert step or is_right(loss, head(model))
-                optimizer.step()
-                optimizer.zero_grad()
-            return float(model(**EVERY[comm.rank]).loss.detach()) < LOSS
-
-    assert run_threads(2, rank) == [True, True]
-
-
 def test_every_rank_calls_backward_even_where_no_label_counts() -> None:
     unlabelled = {**EVERY[1], "labels": torch.full_like(EVERY[1]["labels"], -100)}
     plain = copy.deepcopy(MODEL)
@@ -162,23 +135,6 @@ def test_gradients_are_summed_before_every_step_and_weights_loaded_on_every_rank
         right = bool(step(comm, model).isfinite().all())
         model(**EVERY[comm.rank])  # after the step weights are equal
         return right
-
-    assert run_threads(2, rank) == [True, True]
-
-
-def test_ranks_freeze_the_same_layers() -> None:
-    def rank(comm: Comm) -> bool:
-        model = copy.deepcopy(MODEL)
-        seqpar.parallelize(model, comm)
-        model(**EVERY[comm.rank])
-        model.model.layers[0].requires_grad_(not comm.rank)
-        with advised(ValueError, "freeze the same parameters on every rank"):
-            model(**EVERY[comm.rank])
-        model.model.layers[0].requires_grad_(False)
-        loss = model(**EVERY[comm.rank]).loss
-        loss.backward()
-        sync_gradients(model.parameters(), comm)
-        return is_right(loss.detach(), head(model))
 
     assert run_threads(2, rank) == [True, True]
 

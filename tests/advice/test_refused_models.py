@@ -77,69 +77,6 @@ def test_a_model_that_predicts_some_tokens_alone_is_made_to_predict_all() -> Non
             assert float(made(**BATCH).loss) == pytest.approx(expected, rel=1e-5)
 
 
-REFUSED: dict[str, Callable[[], Any]] = {
-    "a recurrence": lambda: transformers.RwkvForCausalLM(
-        transformers.RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)
-    ),
-    "an encoder and a decoder": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
-        )
-    ),
-    "LayerDrop": lambda: transformers.M2M100ForConditionalGeneration(
-        transformers.M2M100Config(
-            vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24,
-            encoder_attention_heads=2, decoder_attention_heads=2,
-        )
-    ),
-    "attention of its own": lambda: transformers.DebertaV2ForMaskedLM(
-        transformers.DebertaV2Config(**TINY, relative_attention=True, pos_att_type=["c2p", "p2c"])
-    ),
-    "blocks of its own": lambda: transformers.LongformerForMaskedLM(
-        transformers.LongformerConfig(**TINY, attention_window=4, max_position_embeddings=64)
-    ),
-    "images": lambda: transformers.ViTForImageClassification(
-        transformers.ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5)
-    ),
-}  # fmt: skip
-
-
-class Masked(nn.Module):
-    """Attention under a mask [rows, keys] that it is given, else one of the rows that it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.tokens = nn.Embedding(TOKENS, 16)
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = self.tokens(ids).unflatten(-1, (2, 8)).transpose(0, 1)
-        mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril() if mask is None else mask
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(0, 1)
-
-
-def test_a_mask_of_one_process_is_given_as_rows_over_all_keys() -> None:
-    model, plan, ids = Masked(), Plan(Mask([TOKENS]), Layout.zigzag([TOKENS], 2)), torch.arange(TOKENS)
-    whole = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-
-    def rank(comm: Comm) -> Tensor:
-        rows = seqpar.shard(ids, plan, comm.rank)
-        own = copy.deepcopy(model)
-        seqpar.parallelize(own, comm, sdpa=True, plan=plan)
-        with (
-            advised(
-                ValueError,
-                "give the model this rank's rows of one process's mask over all keys, seqpar.shard(mask, plan, rank)",
-            ),
-            torch.no_grad(),
-        ):
-            own(rows)
-        return seqpar.unshard(own(rows, seqpar.shard(whole, plan, comm.rank)), plan, comm)
-
-    for found in run_threads(2, rank):
-        assert torch.allclose(found, model(ids), atol=1e-6)
-
-
 class Counted(nn.Module):
     """A learned position for each of the rows [T] that it gets, counted as nanoGPT does, or told."""
 

@@ -13,7 +13,6 @@ import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import (
-    all_sum,
     cross_entropy,
     linear_cross_entropy,
     sync_gradients,
@@ -25,18 +24,6 @@ def parameter(shape: tuple[int, ...], grad: float = 1.0) -> nn.Parameter:
     p = nn.Parameter(torch.zeros(shape))
     p.grad = torch.full(shape, grad)
     return p
-
-
-def test_ranks_give_the_same_parameters() -> None:
-    def rank(comm: Comm) -> list[Tensor]:
-        several = [parameter((2,), 1.0 + comm.rank), parameter((3,), 3.0)]
-        with advised(ValueError, "give every rank the same parameters in the same order, and one bucket_bytes"):
-            sync_gradients(several[:: 1 if comm.rank else -1], comm)
-        sync_gradients(several, comm)
-        return [p.grad for p in several]
-
-    for grads in run_threads(2, rank):
-        assert grads[0].tolist() == [3.0] * 2 and grads[1].tolist() == [6.0] * 3
 
 
 def test_gradients_are_summed_once_a_step_and_those_that_stay_are_cleared() -> None:
@@ -61,16 +48,6 @@ def test_gradients_are_summed_once_a_step_and_those_that_stay_are_cleared() -> N
     assert run_threads(2, rank) == [[[6.0, 6.0], [4.0, 4.0]]] * 2
 
 
-def test_truth_values_are_summed_as_numbers() -> None:
-    def rank(comm: Comm) -> list[int]:
-        x = torch.tensor([True, comm.rank == 0])
-        with advised(ValueError, "give x.long()"):
-            all_sum(x, comm)
-        return all_sum(x.long(), comm).tolist()  # type: ignore[no-any-return]
-
-    assert run_threads(2, rank) == [[2, 1]] * 2
-
-
 def sharded(comm: Comm) -> bool:
     """A weight that fully_shard has sharded over the comm's ranks, and a scale beside it."""
     torch.manual_seed(0)
@@ -90,21 +67,6 @@ def sharded(comm: Comm) -> bool:
 
 def test_what_is_sharded_over_the_ranks_is_left_out_of_the_sum() -> None:
     assert run_processes(2, sharded) == [True, True]
-
-
-def test_ranks_freeze_the_same_parameters() -> None:
-    def rank(comm: Comm) -> bool:
-        p = nn.Parameter(torch.ones(2), requires_grad=not comm.rank)
-        if not comm.rank:
-            p.grad = torch.ones(2)
-        with advised(ValueError, "freeze the same parameters on every rank"):
-            sync_gradients([p], comm)
-        p.requires_grad_(True)
-        p.grad = torch.ones(2)
-        sync_gradients([p], comm)
-        return torch.equal(p.grad, torch.full((2,), 2.0))
-
-    assert run_threads(2, rank) == [True, True]
 
 
 def test_logits_and_labels_are_rows_of_this_rank_and_numbers_of_tokens() -> None:
@@ -150,15 +112,3 @@ def test_labels_are_counted_before_they_are_sharded(linear: bool) -> None:
         return loss(rows, wanted, int((labels >= 0).sum()))
 
     assert torch.allclose(sum(run_threads(2, rank)), F.cross_entropy(hidden @ weight.T, labels))
-
-
-def test_parameters_are_given_in_place_of_their_model() -> None:
-    def rank(comm: Comm) -> list[float]:
-        model = nn.Linear(1, 2, bias=False)
-        model.weight.grad = torch.full((2, 1), 1.0 + comm.rank)
-        with advised(TypeError, "give model.parameters()"):
-            sync_gradients(model, comm)  # type: ignore[arg-type]
-        sync_gradients(model.parameters(), comm)
-        return model.weight.grad[:, 0].tolist()  # type: ignore[no-any-return]
-
-    assert run_threads(2, rank) == [[3.0, 3.0]] * 2

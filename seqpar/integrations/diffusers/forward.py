@@ -118,9 +118,7 @@ class SharedForward(Rerouting):
     ) -> Tensor:
         with self._refusals():
             if attn_mask is not None and not self.masked:
-                raise NotImplementedError(
-                    f"diffusers: attention was given a mask of its own, {list(attn_mask.shape)}; leave it out"
-                )
+                raise NotImplementedError(f"diffusers: attention was given a mask of its own, {list(attn_mask.shape)}")
         return super()._scaled_dot_product(query, key, value, None, *rest, **named)
 
     def _compare_keys(self, k: Tensor) -> None:

@@ -17,9 +17,7 @@ from seqpar.plan import Plan
 def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
     """The plan with the mask of a layer, as of `Rule.under`; cached. Raises: UnsupportedMask."""
     if plan.kv_layout is not plan.layout:
-        raise UnsupportedMask(
-            "a model has its keys where its queries are, and the plan has a kv_layout; leave kv_layout out"
-        )
+        raise UnsupportedMask("a model has its keys where its queries are, and the plan has a kv_layout")
     key = ("rule", rule, stated)
     return plan.memo(key, lambda: plan.with_mask(rule.under(plan.mask, stated=stated)))  # type: ignore[no-any-return]
 

@@ -32,7 +32,7 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
         )
     seen = seen[None].flatten(0, -3)
     if seen.shape[0] != 1 and not bool((seen == seen[:1]).all()):
-        raise NotImplementedError("sdpa: attn_mask differs between heads; give one for all of them")
+        raise NotImplementedError("sdpa: attn_mask differs between heads")
     plain = seen[0].expand(rows, keys).cpu().numpy()
     count = plain.sum(1)
     lo = np.where(count > 0, plain.argmax(1) if keys else 0, 0).astype(np.int64)
