@@ -15,8 +15,8 @@ from tests.programs import Programs, lines, output
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = {  # each has a program that trains
-    "batches", "diffusers", "dsp", "first-steps", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent",
-    "trainer", "transformers", "trees", "trl",
+    "batches", "diffusers", "dsp", "first-steps", "grpo", "inference", "lightning", "own-kernels", "peft", "pytorch",
+    "recurrent", "trainer", "transformers", "trees", "trl",
 }  # fmt: skip
 # `make exhaustive` runs their programs, which take half a minute and more in all
 LONG = {"batches", "dsp", "grpo", "lightning", "own-kernels", "peft", "pytorch", "recurrent", "trees", "trl"}

@@ -8,10 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from seqpar import plan_batch
 from seqpar.kernels import KERNELS, VENDORS
 from seqpar.kernels.protocol import DTYPES
 from seqpar.plan import TRANSPORTS
+from seqpar.plan.counts import load_of
 from tests.cases import LAYOUTS, MASKS
 from tests.ops.cases import HEADS, Options, product
 from tests.programs import Programs, lines, output
@@ -25,10 +29,12 @@ COMMANDS = [command for kind, text in BLOCKS if kind == "bash" for command in li
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
 
-def test_it_is_short_and_says_at_once_where_it_was_measured() -> None:
+def test_it_is_short_and_begins_with_the_lines_that_people_come_for() -> None:
     lines = README.splitlines()
-    assert len(lines) <= 130
-    assert any("It has not yet been run on more than one GPU" in line for line in lines[:12])
+    assert len(lines) <= 120
+    begins, ends = [at for at, line in enumerate(lines) if line.startswith("```")][:2]
+    assert begins < 12 and ends - begins - 1 <= 12
+    assert any("It has not yet been run on more than one GPU" in line for line in lines[:40])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -37,15 +43,32 @@ def test_commands_run(command: str, programs: Programs, tmp_path: Path) -> None:
     assert output(command, programs, tmp_path).strip()
 
 
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_code_runs(number: int, programs: Programs, tmp_path: Path) -> None:
-    script = tmp_path / "block.py"
-    script.write_text(PYTHON[number])
-    if "init_process_group" in PYTHON[number]:
-        for rank, printed in enumerate(programs.ranks(2, script, tmp_path)):
-            assert f"rank {rank}" in printed
-    else:
-        programs.alone(script, tmp_path)
+def test_its_program_gives_the_loss_and_gradients_of_one_process(programs: Programs, tmp_path: Path) -> None:
+    (program,) = PYTHON
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    model.save_pretrained(tmp_path / "MODEL")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "MODEL")
+    tokens = torch.arange(3000)[None] % 100
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    script = tmp_path / "train.py"
+    show = "print(loss.item(), *(p.grad.norm().item() for p in model.parameters()))"
+    script.write_text(f"{program}{show}\ntorch.distributed.destroy_process_group()\n")
+    expected = [loss.item(), *(p.grad.norm().item() for p in model.parameters())]
+    for printed in programs.ranks(2, script, tmp_path):
+        assert [float(x) for x in printed.split()] == pytest.approx(expected, rel=1e-4)
+
+
+def test_its_picture_is_of_the_plan_that_it_describes() -> None:
+    lengths = [40_000, 12_000, 9_000, 6_000] + [500 + 137 * n % 3000 for n in range(20)]
+    plan = plan_batch(lengths, 4)
+    said = " ".join(README.split())
+    assert f"{len(lengths)} documents, {sum(lengths):,} tokens, on 4 ranks" in said
+    assert plan.degrees[:4].tolist() == [4, 2, 2, 2] and (plan.degrees == 1).sum() > 12
+    load = load_of(plan)
+    assert load.rows.max() - load.rows.min() <= 1
+    assert f"the same work within {100 * (load.area.max() / load.area.mean() - 1):.1f} %" in said
 
 
 def cells(row: str) -> str:

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 INK, MUTED, EDGE = "#1f2430", "#6b7280", "#d1d5db"
-LONG = ("#2563a8", "#e07b28", "#3a8f4f", "#b5443f", "#7d5ba6", "#8c6248", "#cf6fa5", "#1f9aa8", "#a3962b")
+# Okabe and Ito's, which the colour-blind tell apart (Color Universal Design, 2008), and two more.
+LONG = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#8c6248", "#7d5ba6")
 STYLE: Any = {
     "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
     "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "legend.frameon": False,
 }  # fmt: skip
+DARK = STYLE | dict.fromkeys(("axes.labelcolor", "text.color"), "#e6e8eb")
+DARK |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#a3aab5")
+DARK |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#0d1117")
 
 
 def checked_path(path: str | Path) -> Path:

@@ -129,15 +129,19 @@ class Plan(Derived):
         """
         return describe(self)
 
-    def plot(self, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
+    def plot(
+        self, path: str | Path, *, call: dict[str, Any] | None = None, panel: str | None = None, dark: bool = False
+    ) -> None:
         """Write a picture: who holds which document, degrees, rows and area by rank, bytes between ranks, forecast.
 
-        Of a tree and of several bands also which keys a query sees. path: its suffix decides the format. call: heads,
-        kv_heads, dim and dtype as in `bytes`; by default the forecast's.
+        For a tree or several bands it also shows which keys a query sees. path: its suffix decides the format. call:
+        heads, kv_heads, dim and dtype as in `bytes`; by default the forecast's. panel: draw "documents", "degrees",
+        "mask", "load", "time" or "bytes" alone. dark: light text on a dark background.
 
-        Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
+        Raises: ImportError without matplotlib, OSError for a path that cannot be written, ValueError for a suffix that
+        is no picture format, or a panel that this plan does not have.
         """
-        plot(self, path, call=call)
+        plot(self, path, call=call, panel=panel, dark=dark)
 
     def __repr__(self) -> str:
         return f"Plan({self.mask!r}, {self.layout!r}, ulysses={self.ulysses}, transport={self.transport!r})"

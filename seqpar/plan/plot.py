@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.facts.drawing import EDGE, LONG, MUTED, STYLE, checked_path
+from seqpar.facts.drawing import DARK, EDGE, LONG, MUTED, STYLE, checked_path
 from seqpar.facts.intervals import cut
 from seqpar.facts.picture import pairs
 from seqpar.facts.value import Ints
@@ -27,17 +27,15 @@ SHORT = ("#aeb6c2", "#c6ccd6", "#bac2cd", "#d3d8e0")  # unnamed documents, in tu
 PHASES = {"attention": "#2563a8", "recurrent": "#5b8f5b", "linear": "#9cc3e6", "head": "#cfd6e0", "exposed": "#e07b28"}
 COLUMNS, LINES = 1600, 512  # of the raster that samples all rows of all ranks
 BLOCKS = 64  # blocks of ranks in the heat map, at most
+PANELS = ("documents", "degrees", "mask", "load", "time", "bytes")
 # The call that a heat map counts if no model is known.
 CALL = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16"}
 
 
-def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None) -> None:
-    """Write the picture of a plan; the file's suffix decides its format.
-
-    call: heads, kv_heads, dim and dtype of attention, as in `Plan.bytes`; by default the forecast's.
-
-    Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
-    """
+def plot(
+    plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None, panel: str | None = None, dark: bool = False
+) -> None:
+    """Write the picture of a plan, as `Plan.plot` says."""
     try:
         from matplotlib import rc_context
 
@@ -46,31 +44,53 @@ def plot(plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None)
     except ImportError:
         raise ImportError("Plan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
     path = checked_path(path)
-    with rc_context(STYLE):
-        figure: Any = Figure(figsize=(16, 9.6), layout="constrained")
+    absent = {"mask"} if plan.mask.plain else set()
+    absent |= {"time"} if plan.forecast is None else set()
+    drawn = [name for name in PANELS if name not in absent]
+    if panel is not None and panel not in drawn:
+        raise ValueError(f"panel={panel!r}: this plan has the panels {', '.join(drawn)}")
+    with rc_context(DARK if dark else STYLE):
+        figure: Any = Figure(figsize=(16, 9.6) if panel is None else (11, 4.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, hspace=0.03, wspace=0.03)
-        documents, tokens = len(plan.mask.lengths), plan.mask.tokens
-        predicted = "" if plan.forecast is None else f": {plan.forecast.headline}"
-        figure.suptitle(
-            f"{documents:,} documents of {tokens:,} tokens on {plan.ranks:,} ranks{predicted}\n",
-            fontsize=15, fontweight="bold",
-        )  # fmt: skip
-        figure.text(0.5, 0.948, _subtitle(plan), ha="center", color=MUTED)
-        upper = ["who"] * 8 + ["degree"] * 4 if plan.mask.plain else ["who"] * 6 + ["degree"] * 3 + ["mask"] * 3
-        lower = ["load"] * 6 + ["bytes"] * 6 if plan.forecast is None else ["load"] * 4 + ["time"] * 4 + ["bytes"] * 4
-        axes = figure.subplot_mosaic([upper, lower], height_ratios=(1.12, 1))
-        holders(axes["who"], plan)
-        degrees(axes["degree"], plan)
-        if not plan.mask.plain:
-            pairs(axes["mask"], plan.mask.shown(), columns=1)
-        loads(axes["load"], plan)
-        if plan.forecast is not None:
-            timeline(axes["time"], plan, plan.forecast)
-        image, label = traffic(axes["bytes"], plan, call)
-        if image is not None:
-            figure.colorbar(image, ax=axes["bytes"], label=label, shrink=0.9)
+        if panel is None:
+            axes = _all_panels(figure, plan)
+        else:
+            axes = {panel: figure.subplots()}
+        for name, axis in axes.items():
+            _draw(name, axis, plan, call)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
+
+
+def _all_panels(figure: Any, plan: Derived) -> dict[str, Any]:
+    """The axes of all panels by name, under a title."""
+    documents, tokens = len(plan.mask.lengths), plan.mask.tokens
+    predicted = "" if plan.forecast is None else f": {plan.forecast.headline}"
+    title = f"{documents:,} documents of {tokens:,} tokens on {plan.ranks:,} ranks{predicted}\n"
+    figure.suptitle(title, fontsize=15, fontweight="bold")
+    figure.text(0.5, 0.948, _subtitle(plan), ha="center", color=MUTED)
+    plain = ["documents"] * 8 + ["degrees"] * 4
+    upper = plain if plan.mask.plain else ["documents"] * 6 + ["degrees"] * 3 + ["mask"] * 3
+    lower = ["load"] * 6 + ["bytes"] * 6 if plan.forecast is None else ["load"] * 4 + ["time"] * 4 + ["bytes"] * 4
+    axes: dict[str, Any] = figure.subplot_mosaic([upper, lower], height_ratios=(1.12, 1))
+    return axes
+
+
+def _draw(panel: str, axis: Any, plan: Derived, call: dict[str, Any] | None) -> None:
+    if panel == "documents":
+        holders(axis, plan)
+    elif panel == "degrees":
+        degrees(axis, plan)
+    elif panel == "mask":
+        pairs(axis, plan.mask.shown(), columns=1)
+    elif panel == "load":
+        loads(axis, plan)
+    elif panel == "time" and plan.forecast is not None:
+        timeline(axis, plan, plan.forecast)
+    else:
+        image, label = traffic(axis, plan, call)
+        if image is not None:
+            axis.figure.colorbar(image, ax=axis, label=label, shrink=0.9)
 
 
 def _subtitle(plan: Derived) -> str:
@@ -97,12 +117,13 @@ def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> 
     colours[named] = clear[: named.size]
     document, depth = raster(plan)
     base = colours[document]
-    picture = np.where((document < 0)[..., None], 1.0, 1 - (1 - base) * (0.4 + 0.6 * depth[..., None]))
+    background = np.array(to_rgb(axis.get_facecolor()))
+    picture = np.where((document < 0)[..., None], background, 1 - (1 - base) * (0.4 + 0.6 * depth[..., None]))
     most = int(plan.layout.sizes().max())
     image = axis.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, most, plan.ranks - 0.5, -0.5))
     image.set_rasterized(True)
     for edge in np.arange(plan.ranks - 1) + 0.5 if plan.ranks <= 32 else ():
-        axis.axhline(edge, color="white", linewidth=4 if plan.ranks <= 8 else 1.5)
+        axis.axhline(edge, color=background, linewidth=4 if plan.ranks <= 8 else 1.5)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     darker = "later in the document" if plan.mask.paths is None else "deeper in the tree"
     axis.set(title="Who holds which document", xlabel=f"row of the rank; darker is {darker}")
@@ -211,7 +232,7 @@ def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
         axis.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, linewidth=0)
         below = above
     for edge in edges[1:-1] if plan.ranks <= BLOCKS else ():
-        axis.axvline(edge, color="white", linewidth=0.8)
+        axis.axvline(edge, color=axis.get_facecolor(), linewidth=0.8)
     axis.axhline(forecast.least, color="#b3261e", linestyle="--", linewidth=1.4, label="bound: no plan beats it")
     axis.margins(x=0)
     axis.set_ylim(0, 1.06 * max(float(below.max()), forecast.least))

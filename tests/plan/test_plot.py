@@ -109,6 +109,20 @@ def test_a_mask_of_bands_and_documents_of_several_widths_fit_beside_each_other(t
     plan_batch(long, 2).plot(tmp_path / "long.png")
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_one_panel_is_drawn_alone(dark: bool, tmp_path: Path) -> None:
+    plan = plan_batch([900, 70, 5, 400, 20], 4, model="tiny", hardware="cpu")
+    for panel in ("documents", "degrees", "load", "time", "bytes"):
+        plan.plot(tmp_path / f"{panel}.png", panel=panel, dark=dark)
+        assert (tmp_path / f"{panel}.png").stat().st_size > 1000
+    with pytest.raises(
+        ValueError, match="panel=.mask.: this plan has the panels documents, degrees"
+    ):
+        plan.plot(tmp_path / "mask.png", panel="mask")
+    with pytest.raises(ValueError, match="panel='time'"):
+        Plan(plan.mask, plan.layout).plot(tmp_path / "time.png", panel="time")
+
+
 def test_what_cannot_be_written_or_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(Mask([3]), Layout.contiguous(3, 1))
     with pytest.raises(ValueError, match="nonsense"):
