@@ -115,9 +115,7 @@ def test_one_panel_is_drawn_alone(dark: bool, tmp_path: Path) -> None:
     for panel in ("documents", "degrees", "load", "time", "bytes"):
         plan.plot(tmp_path / f"{panel}.png", panel=panel, dark=dark)
         assert (tmp_path / f"{panel}.png").stat().st_size > 1000
-    with pytest.raises(
-        ValueError, match="panel=.mask.: this plan has the panels documents, degrees"
-    ):
+    with pytest.raises(ValueError, match="panel=.mask.: this plan has the panels documents, degrees"):
         plan.plot(tmp_path / "mask.png", panel="mask")
     with pytest.raises(ValueError, match="panel='time'"):
         Plan(plan.mask, plan.layout).plot(tmp_path / "time.png", panel="time")
