@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.cli import calibrate, demo, doctor, main, output, plan
+from seqpar.cli import calibrate, doctor, main, output, plan, programs
 from seqpar.cli.output import CommandError, print_table
 from seqpar.comm import shm
 from seqpar.planner import Hardware, plan_batch
@@ -555,21 +555,21 @@ def test_run_prints_the_line_of_torchrun_that_does_it(capsys: pytest.CaptureFixt
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """What would have been launched, with exit code 5."""
     calls: list[tuple[object, ...]] = []
-    load = demo.load
+    load = programs.load
 
     def loaded(script: Path) -> object:
         module = load(script)
         module.launch = lambda *args: calls.append(args) or 5
         return module
 
-    monkeypatch.setattr(demo, "load", loaded)
+    monkeypatch.setattr(programs, "load", loaded)
     return calls
 
 
 def test_the_demo_gets_its_flags_and_its_ranks(
     monkeypatch: pytest.MonkeyPatch, launched: list[tuple[object, ...]]
 ) -> None:
-    monkeypatch.setattr(demo, "need", lambda *names: None)
+    monkeypatch.setattr(programs, "need", lambda *names: None)
     assert main(["demo", "--ranks", "3", "--layout", "striped", "--steps", "2"]) == 5
     assert main(["demo"]) == 5
     script = ROOT / "examples" / "demo.py"
@@ -607,10 +607,10 @@ def test_the_demo_says_its_flags(capsys: pytest.CaptureFixture[str], launched: l
 
 
 def test_an_installed_package_has_the_examples_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "PACKAGE", tmp_path / "seqpar")
+    monkeypatch.setattr(programs, "PACKAGE", tmp_path / "seqpar")
     with pytest.raises(CommandError, match=r"demo\.py is neither at .* nor at .*; reinstall seqpar"):
-        demo.find_example("demo.py")
+        programs.find_example("demo.py")
     for place in (tmp_path / "examples", tmp_path / "seqpar" / "examples"):
         place.mkdir(parents=True)
         (place / "demo.py").touch()
-        assert demo.find_example("demo.py") == place / "demo.py"
+        assert programs.find_example("demo.py") == place / "demo.py"

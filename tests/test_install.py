@@ -109,7 +109,7 @@ def test_a_clone_in_the_working_directory_does_not_hide_an_editable_install(sour
     script.write_text("import seqpar; print(seqpar.__file__, callable(seqpar.parallelize))", encoding="utf-8")
     printed = subprocess.check_output([python, script], cwd=script.parent, env=OUTSIDE, text=True, timeout=TIMEOUT)
     assert printed.split() == [str(clone / "seqpar" / "__init__.py"), "True"]
-    example = "from seqpar.cli.demo import find_example; print(find_example('demo.py'))"
+    example = "from seqpar.cli.programs import find_example; print(find_example('demo.py'))"
     printed = subprocess.check_output([python, "-c", example], cwd=tmp_path, env=OUTSIDE, text=True, timeout=TIMEOUT)
     assert printed.strip() == str(clone / "examples" / "demo.py")
 

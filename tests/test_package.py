@@ -83,7 +83,7 @@ ORDER = {
         batch step fit __init__
     """,
     "comm": """
-        entry protocol arguments header owner failure interrupt rendezvous base local_waits local nccl host_pool
+        entry protocol arguments header failure rendezvous base interrupt local_waits local nccl host_pool
         group_channel over_gloo over_nccl group
         shm/board shm/comm shm
         peer/signals peer/cuda peer/memory peer/pool peer/pieces peer/channel peer/comm peer

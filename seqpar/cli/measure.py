@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import seqpar
-from seqpar.comm import Comm, GroupComm, ShmComm, Tag, Work, shm
-from seqpar.comm.entry import ThreadEntry
-from seqpar.comm.protocol import NO_FACTS, Stats
+from seqpar.comm import Comm, GroupComm, LocalComm, ShmComm, Tag, Work, shm
+from seqpar.comm.base import CompletedWork
 from seqpar.kernels import Score, call_spec, choose
 from seqpar.plan.steps import count
 from seqpar.planner import ModelShape
@@ -65,27 +64,22 @@ def cases(longest: int) -> list[Case]:
     return fitted + [Case(c.lengths, c.ranks, c.steps, c.window, unseen=True) for c in unseen]
 
 
-class SingleRankComm:
+class SingleRankComm(LocalComm):
     """A comm with rank 0 alone, which computes its share of a plan; exchanges bring nothing and take no time.
 
     Receive buffers hold random numbers: the time does not depend on their values, except for NaN.
     """
 
-    direct, check_every = True, "batch"
-
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self.stats, self.entry = 0, size, Stats(), ThreadEntry()
-        self.agreed: dict[int, tuple[str, Mapping[str, object]]] = {}
+        super().__init__()
+        self.size, self.check_every = size, "batch"
         self._made: dict[object, tuple[Tensor, Tensor]] = {}
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
     ) -> Work:
         """Nothing."""
-        return self
-
-    def wait(self) -> None:
-        """Nothing."""
+        return CompletedWork()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """One of two tensors of that shape, in turns: at most two are in use at once."""
@@ -96,38 +90,13 @@ class SingleRankComm:
         self._made[key] = self._made[key][::-1]
         return self._made[key][0]
 
-    def sums(self, like: Tensor) -> None:
-        """None: sums go by exchanges."""
-
-    def sub(self, ranks: Sequence[int]) -> Comm:
+    def sub(self, ranks: Sequence[int]) -> SingleRankComm:
         """This comm: in a plan with one rank per head group nobody exchanges with it."""
         return self
 
-    def check(self) -> None:
-        """Nothing."""
-
-    def next_call(self) -> int:
-        """Any number: there is no other rank to compare it with."""
-        return 0
-
-    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
-        """Raise the error if there is one."""
-        if error is not None:
-            raise error
-
-    def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
-        hint: str = "",
-    ) -> list[Any]:  # fmt: skip
+    def gather(self, what: str, value: Any, error: Exception | None = None, **_: Any) -> list[Any]:
         """This rank's value in place of every rank's; raises the error if there is one."""
-        self.agree(what, facts, error)
-        return [value] * self.size
-
-    def abort(self, reason: str) -> None:
-        """Nothing: no rank waits."""
-
-    def close(self) -> None:
-        """Nothing: it has no connections."""
+        return super().gather(what, value, error) * self.size
 
 
 def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:

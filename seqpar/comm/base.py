@@ -16,9 +16,8 @@ from torch import Tensor
 
 from seqpar.comm.arguments import subset
 from seqpar.comm.entry import ThreadEntry, enters, uncompiled
-from seqpar.comm.failure import RootCause
+from seqpar.comm.failure import Owner, RootCause
 from seqpar.comm.header import AGREEING, Header, describe, hash63
-from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import (
     DEAD,
     NO_FACTS,

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import ProcessChannel, held_up, then, waited
-from seqpar.comm.failure import Monitor, RootCause, weakly
+from seqpar.comm.base import ProcessChannel, WorkBase, held_up, then, waited
+from seqpar.comm.failure import Monitor, Owner, RootCause, weakly
 from seqpar.comm.header import REMEMBERED, describe
 from seqpar.comm.host_pool import HostPool
-from seqpar.comm.interrupt import Interrupt, WaitedWork
+from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
-from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import PeerError
 from seqpar.comm.rendezvous import Rendezvous, machine
 from seqpar.private import torch as torch_private
@@ -136,10 +135,10 @@ class GroupChannel(ProcessChannel):
         self._hang_up()
         self._abort_nccl()
 
-    def _give_up(self, work: WaitedWork) -> None:
+    def _give_up(self, work: WorkBase[Any]) -> None:
         self.fail(f"in {describe(work.tag)}: interrupted by Ctrl-C")
 
-    def _answer(self, work: WaitedWork) -> None:
+    def _answer(self, work: WorkBase[Any]) -> None:
         """Tell a rank that asks, since its wait has lasted too long, whom this one waits for."""
         peer = work.awaited()
         try:

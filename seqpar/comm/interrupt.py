@@ -8,24 +8,11 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
-from seqpar.comm.protocol import Tag
+from seqpar.comm.base import WorkBase
 
 LOOKING = 0.5  # seconds between two looks
-
-
-class WaitedWork(Protocol):
-    """A work that a rank waits for."""
-
-    @property
-    def tag(self) -> Tag:
-        """Of the exchange."""
-        ...
-
-    def awaited(self) -> int | None:
-        """The peer that the wait stands for; None if it is over, or stands for all peers. From any thread."""
-        ...
 
 
 class Interrupt:
@@ -36,15 +23,15 @@ class Interrupt:
     look: called on that thread with the awaited object from time to time, once a wait has lasted that long.
     """
 
-    def __init__(self, give_up: Callable[[WaitedWork], object], look: Callable[[WaitedWork], object]) -> None:
+    def __init__(self, give_up: Callable[[WorkBase[Any]], object], look: Callable[[WorkBase[Any]], object]) -> None:
         self._give_up, self._look = give_up, look
         self._files: tuple[int, int] | None = None
         self._stop: Callable[[], object] = lambda: None
-        self._awaited: WaitedWork | None = None
+        self._awaited: WorkBase[Any] | None = None
         self._seen = 0  # the id of what was awaited at the last look
         self._before = -1  # the wake-up file descriptor of someone else
 
-    def begin(self, awaited: WaitedWork) -> bool:
+    def begin(self, awaited: WorkBase[Any]) -> bool:
         """Start watching; `end` must follow, with what this returns: whether Ctrl-C is listened for."""
         _, writing = self._files or self._start()
         self._awaited = awaited

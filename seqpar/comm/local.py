@@ -44,8 +44,8 @@ from torch import Tensor
 from seqpar.comm.arguments import check_timeout
 from seqpar.comm.base import Channel, CommBase, CompletedWork, WorkBase
 from seqpar.comm.entry import enters, uncompiled
+from seqpar.comm.failure import in_some_comm
 from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, copy_rows, cycle_through, fill_nan
-from seqpar.comm.owner import in_some_comm
 from seqpar.comm.protocol import (
     DEAD,
     NO_FACTS,

@@ -257,7 +257,7 @@ def test_a_process_knows_whether_it_is_in_a_comm_of_processes() -> None:
     program = """
 import gc, torch.distributed as dist
 from seqpar import GroupComm
-from seqpar.comm.owner import in_some_comm
+from seqpar.comm.failure import in_some_comm
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print(in_some_comm())

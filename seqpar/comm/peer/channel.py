@@ -16,9 +16,8 @@ from torch import Tensor
 from seqpar import native
 from seqpar.comm.arguments import check_pool
 from seqpar.comm.base import Channel, waited
-from seqpar.comm.failure import Monitor, parsed_cause, weakly
+from seqpar.comm.failure import Monitor, Owner, parsed_cause, weakly
 from seqpar.comm.header import REMEMBERED, Header, mismatch
-from seqpar.comm.owner import Owner
 from seqpar.comm.peer.cuda import row_major
 from seqpar.comm.peer.memory import PeerMemory, agreed
 from seqpar.comm.peer.pieces import CUT, HALVES, CutPiece, Flight, Lane, PeerExchange, box, cut, lane_bytes, plain

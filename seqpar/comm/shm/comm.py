@@ -37,9 +37,8 @@ from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
 from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, held_up, process_group, then
 from seqpar.comm.entry import uncompiled
-from seqpar.comm.failure import RootCause, parsed_cause
+from seqpar.comm.failure import Owner, RootCause, parsed_cause
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
-from seqpar.comm.owner import Owner
 from seqpar.comm.protocol import Stats, Tag, Work, checked_sides
 from seqpar.comm.rendezvous import Rendezvous, machine
 from seqpar.comm.shm.board import Board
