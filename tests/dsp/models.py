@@ -19,6 +19,7 @@ from seqpar.dsp import Block, Core, Exit, Spec, plan_stages
 from seqpar.parallel import surrounding
 from seqpar.planner import Hardware
 from seqpar.planner.hardware import AttentionCost, Link
+from seqpar.testing import run_threads
 
 # A machine on which sending costs next to nothing, so that tiny models are sharded too.
 FREE = Hardware(
@@ -75,6 +76,12 @@ def compared(found: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
         torch.testing.assert_close(
             sum(rank[name] for rank in found), want[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def compare_with_one(ranks: int, call: Callable[..., dict[str, Tensor]], *given: Any, **options: Any) -> None:
+    """Compare what ``call(comm, *given)`` returns on some ranks with what it does on one. options: of `run_threads`."""
+    (want,) = run_threads(1, call, *given)
+    compared(run_threads(ranks, call, *given, **options), want)
 
 
 class Multiply(nn.Module):

@@ -45,14 +45,30 @@ def at_random(seed: int, core: int = 1, held: str | None = None) -> Planner:
     return planner
 
 
+def planned(stages, dims, ranks, training, choices: list[tuple[str | None, str | None, str]], end=None) -> StagePlan:
+    """The plan of such choices: before and inside of each stage, and how it is computed. end: of the output."""
+    costs = Costs(dict(dims), ranks, FREE, training)
+    return StagePlan(tuple(stages), tuple(StageChoice(*each) for each in choices), costs, None, end, 0.0, 0.0)
+
+
 def by_hand(stages, dims, ranks, *, end, training) -> StagePlan:
     """Between stages the batch is sharded, inside what they do not mix."""
     inside = ["w" if "h" in stage.whole else "h" for stage in stages]
-    choices = [StageChoice("b" if n else None, layout, "local") for n, layout in enumerate(inside)]
-    return StagePlan(tuple(stages), tuple(choices), Costs(dict(dims), ranks, FREE, training), None, "b", 0.0, 0.0)
+    choices = [("b" if n else None, layout, "local") for n, layout in enumerate(inside)]
+    return planned(stages, dims, ranks, training, choices, "b")
 
 
 def by_batch(stages, dims, ranks, *, end, training) -> StagePlan:
     """Stages that share the batch, of which a rank may have nothing."""
-    choices = tuple(StageChoice(None, "b", "local") for _ in stages)
-    return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
+    return planned(stages, dims, ranks, training, [(None, "b", "local")] * len(stages))
+
+
+def on_every_rank(stages, dims, ranks, *, end, training) -> StagePlan:
+    """A plan that shares nothing: every rank computes all rows."""
+    return planned(stages, dims, ranks, training, [(None, None, "local")] * len(stages))
+
+
+def by_heads(stages, dims, ranks, *, end, training) -> StagePlan:
+    """Space sharded throughout, so that spatial attention is shared by heads, whatever the stages allow."""
+    choices = [("s", "s", "ulysses" if "s" in stage.whole else "local") for stage in stages]
+    return planned(stages, dims, ranks, training, choices, "s")

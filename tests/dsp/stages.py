@@ -15,7 +15,7 @@ from seqpar.comm import Comm
 from seqpar.dsp import Block, Exit, Spec, parallelize
 from seqpar.testing import run_threads
 from tests.dsp.cases import rand
-from tests.dsp.models import SHARDED, compared, gradients
+from tests.dsp.models import SHARDED, compare_with_one, gradients
 from tests.dsp.planners import Planner
 
 ANY = ("b", "t", "s", None)
@@ -91,9 +91,7 @@ def numbers(
 
 def is_one_process(ranks: int, *given: Any, **more: Any) -> None:
     """Compare `numbers` of some ranks with those of one."""
-    call = partial(numbers, **more)
-    (want,) = run_threads(1, call, *given)
-    compared(run_threads(ranks, call, *given), want)
+    compare_with_one(ranks, partial(numbers, **more), *given)
 
 
 def refused(

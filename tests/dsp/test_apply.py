@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.comm import Comm, LocalComm
-from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, begin_switch, move, parallelize, switch_all
+from seqpar.dsp import Block, Exit, Space, Spec, attention_plan, begin_switch, grid, move, parallelize, switch_all
+from seqpar.dsp.form import form_of
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import rand
 from tests.dsp.models import (
@@ -25,11 +25,13 @@ from tests.dsp.models import (
     PairStack,
     Streams,
     Weather,
+    compare_with_one,
     compared,
     gradients,
     made,
 )
 from tests.dsp.passes import Checkpointed
+from tests.ranks import errors
 
 GRID = {"x": rand(2, 5, 7, 3)}
 
@@ -209,8 +211,7 @@ def summed(comm: Comm) -> dict[str, Tensor]:
 
 
 def test_a_loss_that_is_the_sum_of_the_ranks() -> None:
-    (want,) = run_threads(1, summed)
-    compared(run_threads(3, summed), want)
+    compare_with_one(3, summed)
 
 
 def frozen(comm: Comm) -> None:
@@ -310,21 +311,17 @@ ODD = Spec(
 )
 
 
-def odd(comm: Comm, wrong: str) -> str:
+def odd(comm: Comm, wrong: str) -> None:
     model = made(Odd)
     parallelize(model, comm, ODD, plan=SHARDED)
     model.wrong = wrong
-    try:
-        model(rand(4, 6, 3), rand(4, 6))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    model(rand(4, 6, 3), rand(4, 6))
 
 
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ("", ""),
+        ("", "nothing"),
         ("again", "NotImplementedError: stage first is called where second should be"),
         ("rows", "ValueError: t of first, with whole of {'a': 4, 'b': 6}, has shape [1, 6]"),
         ("unlisted", "ValueError: first got other, "),
@@ -333,7 +330,7 @@ def odd(comm: Comm, wrong: str) -> str:
     ],
 )
 def test_forwards_that_their_spec_does_not_describe(wrong, words) -> None:
-    for found in run_threads(2, odd, wrong, timeout=60.0):
+    for found in errors(odd, wrong):
         assert found.startswith(words) if wrong != "sums" else words in found
 
 
@@ -373,21 +370,38 @@ def test_an_attention_plan_has_each_row_where_the_form_says(layout) -> None:
         assert rows[0].tolist() == [*range(6), *range(12, 18)]
 
 
-def check(call: Callable[[], object], words: str) -> None:
+SPACE = Space({"t": 3, "s": 4}, LocalComm())
+ROWS = torch.ones(3, 4, 2)
+ONE = r"expected a list of tensors, got one of shape \[3, 4, 2\]; give \[x\], and its form in a list"
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: attention_plan(SPACE, "t s c", ("t",), "q"), r"sharded='q', expected None or one of .*\['t', 's'\]"),
+        (lambda: attention_plan(SPACE, "t s c", ("S",), "s"), "expected some of the dimensions .'t', 's'."),
+        (lambda: move(ROWS, SPACE, ["t s c"], None, "t"), ONE),
+        (lambda: switch_all(ROWS, SPACE, ["t s c"], "t", "s"), ONE),
+        (lambda: begin_switch(ROWS, SPACE, ["t s c"], "t", "s"), ONE),
+        (lambda: grid(LocalComm.world(6)[0], core=4), "does not divide 6 ranks"),
+        (lambda: grid(LocalComm.world(6)[0], core=2.0), "does not divide 6 ranks"),
+        (lambda: Space({"t": 0}, LocalComm()), "dims must be names with sizes"),
+        (lambda: Space({"t": True}, LocalComm()), "dims must be names with sizes"),
+        (lambda: Space({"a b": 3}, LocalComm()), "dims must be names with sizes"),
+        (lambda: form_of("b b"), "is not a form"),
+        (lambda: form_of("b t)"), "is not a form"),
+        (lambda: form_of("(b (t s))"), "is not a form"),
+        (lambda: form_of("b ... s"), "is not a form"),
+        (lambda: Block("a", {}), "a block needs a stream"),
+        (lambda: Block("a", {"x": "b b"}), "is not a form"),
+        (lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"lacks \['d'\]"),
+        (lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads exactly if it has attention"),
+        (lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads exactly if it has attention"),
+    ],
+)
+def test_arguments_by_hand_that_do_not_fit(call, words) -> None:
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_arguments_by_hand_that_do_not_fit() -> None:
-    space = Space({"t": 3, "s": 4}, LocalComm())
-    check(lambda: attention_plan(space, "t s c", ("t",), "q"), r"sharded='q', expected None or one of .*\['t', 's'\]")
-    x = torch.ones(3, 4, 2)
-    for call in (
-        lambda: move(x, space, ["t s c"], None, "t"),
-        lambda: switch_all(x, space, ["t s c"], "t", "s"),
-        lambda: begin_switch(x, space, ["t s c"], "t", "s"),
-    ):
-        check(call, r"expected a list of tensors, got one of shape \[3, 4, 2\]; give \[x\], and its form in a list")
 
 
 class ByPosition(Axial):
@@ -400,14 +414,6 @@ def test_arguments_by_position_only_are_refused_at_once() -> None:
     model.north[0] = ByPosition(8, 2, 1, (5, 7)).double()
     with pytest.raises(NotImplementedError, match=r"north.0 takes \['x'\] by position only"):
         parallelize(model, LocalComm(), WEATHER)
-
-
-def test_specs_that_are_none() -> None:
-    check(lambda: Block("a", {}), "a block needs a stream")
-    check(lambda: Block("a", {"x": "b b"}), "is not a form")
-    check(lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"lacks \['d'\]")
-    check(lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads exactly if it has attention")
-    check(lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads exactly if it has attention")
 
 
 @pytest.mark.parametrize("kind", ["none", "an error on one rank"])

@@ -1,57 +1,13 @@
-"""bench/dsp/step.py: its rehearsal, and what its methods count under one model."""
+"""The rehearsal of bench/dsp/step.py."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from seqpar.dsp import rivals
-from seqpar.dsp.space import shares
-from seqpar.testing import run_threads
-from tests.dsp.models import FREE
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    """Modules of bench by name."""
-    return import_module
-
-
-@pytest.fixture(scope="module")
-def methods(bench: Any) -> Any:
-    return bench("bench.dsp.methods")
-
-
-@pytest.mark.parametrize("ranks, p, q", [(2, 4, 6), (4, 5, 7), (8, 3, 9)])
-@pytest.mark.sampled(3)
-def test_dsp_sends_half_of_ulysses_or_less_and_the_bytes_of_the_formula(methods, ranks, p, q, monkeypatch) -> None:
-    """A stage always on what it does not mix, which a planner might not choose where sending is cheap."""
-
-    def ways(model, dims, ranks, hardware, element):
-        return rivals(model.stages(dims, element), dims, ranks, hardware=hardware)
-
-    monkeypatch.setattr(methods, "ways", ways)
-    model = methods.Model("video", 16, 8, 2, ("q", "p"), ffn=1)
-    dims = {"b": 1, "p": p, "q": q}
-    kinds = ("dsp", "ulysses", "ring", "megatron")
-    found = run_threads(ranks, methods.measured, model, dims, FREE, 1, kinds)
-    rows = methods.slowest(found)
-    assert rows["dsp"]["layouts"] == "p:local q:local p:local q:local"
-    assert rows["dsp"]["exchanges"] == 6  # three between four stages, there and back
-    sent = {name: sum(row[name]["bytes"] for row in found) for name in kinds}
-    assert 2 * sent["dsp"] <= sent["ulysses"] <= sent["megatron"]
-    for rank, row in enumerate(found):
-        a, b = shares(p, ranks)[rank], shares(q, ranks)[rank]
-        there, back = a * (q - b), b * (p - a)
-        assert row["dsp"]["bytes"] == 3 * (there + back) * 16 * 4
-    for name in kinds:
-        assert rows[name]["loss"] == pytest.approx(rows["dsp"]["loss"], rel=1e-4, abs=1e-3)
 
 
 @pytest.mark.exhaustive

@@ -22,12 +22,11 @@ from tests.dsp.cases import rand
 from tests.dsp.models import (
     PAIRS,
     SHARDED,
-    STREAMS,
     WEATHER,
     DiT,
     PairStack,
-    Streams,
     Weather,
+    compare_with_one,
     compared,
     dit,
     made,
@@ -46,6 +45,7 @@ from tests.dsp.passes import (
     weather,
 )  # fmt: skip
 from tests.dsp.planners import by_hand
+from tests.ranks import error_of, errors
 
 
 def copies(comm: Comm, which: str) -> dict[str, Tensor]:
@@ -67,22 +67,6 @@ def copies(comm: Comm, which: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("which", ["fresh", "used"])
 def test_a_copy_is_parallelized_with_its_own_weights(which) -> None:
     compared(run_threads(3, copies, which), numbers(made(Weather)))
-
-
-def unhooked(comm: Comm) -> tuple[float, float]:
-    """A model of which no module is outside, so that its copy consists of the forwards alone."""
-    model, x, y = made(Streams), rand(5, 7, 3), rand(5, 7, 2)
-    parallelize(model, comm, STREAMS, plan=SHARDED)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-        return float(model(x, y)[1].abs().max()), float(other(x, y)[1].abs().max())
-
-
-def test_a_copy_never_runs_the_weights_of_the_original() -> None:
-    for original, other in run_threads(2, unhooked):
-        assert original > 0 and other == 0
 
 
 def pickled(comm: Comm) -> None:
@@ -115,16 +99,10 @@ def statistics(model: nn.Module) -> None:
 
 def changed(comm: Comm, change: Callable[[nn.Module], None], x: Tensor) -> list[str]:
     """What two forwards after a change say."""
-    model, found = weather(comm), []
+    model = weather(comm)
     model(x[:1])
     change(model)
-    for _ in range(2):
-        try:
-            model(x)
-            found.append("nothing")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    return [error_of(model, x) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -171,8 +149,7 @@ def inserted(comm: Comm) -> dict[str, Tensor]:
 
 
 def test_changes_that_are_no_harm() -> None:
-    (want,) = run_threads(1, inserted)
-    compared(run_threads(3, inserted), want)
+    compare_with_one(3, inserted)
 
 
 def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
@@ -192,8 +169,7 @@ def part_again(comm: Comm, name: str, reentrant: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["core", "pairs"])
 @pytest.mark.sampled(2)
 def test_what_is_recomputed_inside_a_stage_is_shared_as_before(name, reentrant) -> None:
-    (want,) = run_threads(1, part_again, name, reentrant)
-    compared(run_threads(3, part_again, name, reentrant), want)
+    compare_with_one(3, part_again, name, reentrant)
 
 
 PASSES = ["part", "retained", "double", "accumulated", "toggled", "after no grad", "together", "of some"]
@@ -206,8 +182,7 @@ def test_backward_passes_of_every_kind(how, planner) -> None:
     def on_a_rank(comm: Comm) -> dict[str, Tensor]:
         return passes(weather(comm, planner), GRID, how)
 
-    (want,) = run_threads(1, on_a_rank)
-    compared(run_threads(3, on_a_rank, delay=0.001), want)
+    compare_with_one(3, on_a_rank, delay=0.001)
 
 
 def test_a_second_derivative_through_the_end_is_refused() -> None:
@@ -239,74 +214,49 @@ def _throw(*_: object) -> None:
 
 @pytest.mark.parametrize("name", ["core", "block"])
 def test_a_forward_after_an_exception(name) -> None:
-    (want,) = run_threads(1, thrown, name)
-    compared(run_threads(3, thrown, name), want)
-
-
-def test_other_values_are_told_apart() -> None:
-    x = rand(4, 6)
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.uint8,
-        torch.complex64,
-    ):
-        y = (10 * x).abs().to(dtype)
-        assert hashed(y) == hashed(y.clone()) == hashed(y.T.contiguous().T)
-        assert len({hashed(y), hashed(y.flip(0)), hashed(y.flip(1)), hashed(y + 1)}) == 4
-    assert hashed(torch.ones(4, dtype=torch.bool)) != hashed(torch.zeros(4, dtype=torch.bool))
-
-
-def test_tensors_of_one_value_have_fingerprints_of_their_own() -> None:
-    same = [torch.full((4,), value, dtype=dtype) for value in (0, 1, 2) for dtype in (torch.float32, torch.int64)]
-    assert len({hashed(x) for x in [*same[::2], torch.tensor([1.0, 1.0, 2.0, 2.0])]}) == 4
-    assert len({hashed(x) for x in same[1::2]}) == 3
-    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    assert hashed(x) == hashed(x.clone()) != hashed(x + 1) and abs(hashed(x)) < 2**63
-    found = dict(leaves({"a": [np.arange(3), None], "b": object(), "c": {"d": 1}}))
-    assert found.keys() == {"a.0", "b", "c.d"} and found["b"] == "object" and torch.equal(found["a.0"], torch.arange(3))
+    compare_with_one(3, thrown, name)
 
 
 class Coded(nn.Parameter):
     """As of quantised weights, whose elements are codes in a tensor of the class."""
 
 
-def test_weights_of_other_classes_have_fingerprints_too() -> None:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+def test_other_values_have_other_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rand(4, 6)
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
+    for chunk in (1 << 20, 16):  # all rows in one chunk, and in several
+        monkeypatch.setattr("seqpar.ops.core.compared.CHUNK", chunk)
+        for dtype in kinds:
+            y = (10 * x).abs().to(dtype)
+            assert hashed(y) == hashed(y.clone()) == hashed(y.T.contiguous().T)
+            assert len({hashed(z) for z in (y, y.flip(0), y.flip(1), y.roll(2, 0), y + 1)}) == 5
+    assert hashed(torch.ones(4, dtype=torch.bool)) != hashed(torch.zeros(4, dtype=torch.bool))
+    assert hashed(torch.tensor([1, 2, 2, 1])) != hashed(torch.tensor([2, 1, 1, 2]))  # the same sum and center
+    assert len({hashed(torch.full((4,), value)) for value in (0.0, 1.0, 2.0)}) == 3
     of_two = [TwoTensor(x, y) for y in (x, x + 1)]
     coded = [Coded(y, requires_grad=False) for y in (x, x + 1)]
     for same, other in (of_two, coded):
         assert hashed(same) and hashed(same) != hashed(other) and hashed(same) == hashed(copy.deepcopy(same))
 
 
-def test_a_fingerprint_depends_on_the_places_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    for chunk in (1 << 20, 16):  # all rows in one chunk, and two in each
-        monkeypatch.setattr("seqpar.ops.core.compared.CHUNK", chunk)
-        assert len({hashed(y) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(2, 0))}) == 5
-    assert hashed(torch.tensor([1, 2, 2, 1])) != hashed(torch.tensor([2, 1, 1, 2]))  # the same sum and center
+def test_leaves_have_paths() -> None:
+    found = dict(leaves({"a": [np.arange(3), None], "b": object(), "c": {"d": 1}}))
+    assert found.keys() == {"a.0", "b", "c.d"} and found["b"] == "object" and torch.equal(found["a.0"], torch.arange(3))
 
 
-def differing(comm: Comm, how: str) -> str:
+def differing(comm: Comm, how: str) -> None:
     model, x = weather(comm), GRID
     if comm.rank:
         x = x.flip(0) if how == "order" else torch.ones_like(x)
     elif how == "masks":
         x = torch.zeros_like(x)
-    try:
-        model(x)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    model(x)
 
 
 @pytest.mark.parametrize("how", ["order", "masks"])
 def test_inputs_that_differ_in_order_alone_are_refused(how) -> None:
-    for found in run_threads(2, differing, how, timeout=60.0):
-        assert found.startswith("a forward of Weather: ranks differ in x")
+    for found in errors(differing, how):
+        assert found.startswith("ValueError: a forward of Weather: ranks differ in x")
 
 
 def wrapped(comm: Comm, how: str, x: Tensor = GRID, reentrant: bool | None = None) -> dict[str, Tensor]:

@@ -10,23 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
-from seqpar.dsp import Space, StagePlan, gather, parallelize, split
-from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import StageChoice
+from seqpar.dsp import Space, gather, parallelize, split
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import sync_gradients
 from tests.dsp.cases import case, rand
-from tests.dsp.models import FREE, SHARDED, WEATHER, Weather, compared, made
+from tests.dsp.models import SHARDED, WEATHER, Weather, compare_with_one, compared, made
 from tests.dsp.passes import Checkpointed
-from tests.dsp.planners import Planner, at_random
+from tests.dsp.planners import Planner, at_random, on_every_rank
+from tests.ranks import error_of
 
 GRID = rand(2, 5, 7, 3)
-
-
-def on_every_rank(stages, dims, ranks, *, end, training) -> StagePlan:
-    """A plan that shares nothing: every rank computes all rows."""
-    choices = tuple(StageChoice(None, None, "local") for _ in stages)
-    return StagePlan(tuple(stages), choices, Costs(dict(dims), ranks, FREE, training), None, None, 0.0, 0.0)
 
 
 def weather(comm: Comm, planner: Planner = SHARDED, **options: object) -> nn.Module:
@@ -58,8 +51,8 @@ def cascade(a: nn.Module, b: nn.Module, x: Tensor, ranks: int) -> tuple[Tensor, 
 CHAINS = [rollout, residual, cascade]
 
 
-def chained(comm: Comm, chain: Callable[..., tuple[Tensor, Tensor]], grad: str) -> dict[str, Tensor] | list[str]:
-    """Output and gradients, or the errors of two backward passes."""
+def chained(comm: Comm, chain: Callable[..., tuple[Tensor, Tensor]], grad: str) -> dict[str, Tensor] | str:
+    """Output and gradients, or the error of a backward pass."""
     a, b = weather(comm, grad=grad), weather(comm)
     x = GRID.clone().requires_grad_()
     out, loss = chain(a, b, x, comm.size if grad == "sum" else 1)
@@ -67,23 +60,19 @@ def chained(comm: Comm, chain: Callable[..., tuple[Tensor, Tensor]], grad: str) 
         loss.backward()
         grads = {f"{name} {n}": p.grad for name, m in zip("ab", (a, b)) for n, p in m.named_parameters()}
         return {"out": out.detach(), "d x": x.grad} | {name: g for name, g in grads.items() if g is not None}
-    errors = []
-    for _ in range(2):
-        with pytest.raises(NotImplementedError) as error:
-            loss.backward(retain_graph=True)
-        errors.append(str(error.value))
+    said = error_of(loss.backward)
     torch.testing.assert_close(out, chain(made(Weather), made(Weather), GRID, 1)[0], rtol=0, atol=1e-10)
-    return errors
+    return said
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_an_output_that_goes_into_a_parallel_model_has_shares_of_its_gradient(chain) -> None:
-    (want,) = run_threads(1, chained, chain, "sum")
-    compared(run_threads(3, chained, chain, "sum"), want)
-    for errors in run_threads(2, chained, chain, "replicated"):
-        for error in errors:
-            assert error.startswith("dsp: each rank has a share of the gradient of the input of Weather")
-            assert 'give that model grad="sum", and divide by the number of ranks what' in error
+    compare_with_one(3, chained, chain, "sum")
+    for said in run_threads(2, chained, chain, "replicated"):
+        assert said.startswith(
+            "NotImplementedError: dsp: each rank has a share of the gradient of the input of Weather"
+        )
+        assert 'give that model grad="sum", and divide by the number of ranks what' in said
 
 
 def by_hand(comm: Comm) -> None:
@@ -144,21 +133,17 @@ def losses(comm: Comm, end: str, how: str) -> list[str]:
     model, given = ended(comm, end)
     out = model(**given)
     own = out[:, comm.rank :: comm.size].sum() if how == "rows" else (1 + comm.rank) * out.square().sum()
-    errors = []
-    for last in (False, True):
-        with pytest.raises(ValueError) as error:
-            own.backward(retain_graph=not last)
-        errors.append(str(error.value))
+    found = [error_of(own.backward, retain_graph=not last) for last in (False, True)]
     model(**given).sum().backward()  # the comm is as before
-    return errors
+    return found
 
 
 @pytest.mark.parametrize("how", ["rows", "factor"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.sampled(5)
 def test_losses_of_ranks_that_differ_are_refused(end, how) -> None:
-    for errors in run_threads(4 if end == "grid" else 2, losses, end, how):
-        for error in errors:
+    for both in run_threads(4 if end == "grid" else 2, losses, end, how):
+        for error in both:
             assert "dsp: the gradient of the output of" in error and "between rank 0 and rank 1" in error
             assert 'compute the whole loss on every rank, from the same target, or give grad="sum"' in error
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seqpar
-from seqpar.comm import Comm, LocalComm
+from seqpar.comm import Comm
 from seqpar.dsp import Space, attention_plan, gather, grid, split, switch
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.models import compared, made
@@ -77,16 +75,3 @@ def test_a_grid_of_ranks_gives_the_numbers_of_one_process(ranks, core, t, s, wid
 def test_it_is_so_on_processes() -> None:
     (want,) = run_threads(1, on_a_rank, 0, 5, 7, 1)
     compared(run_processes(4, on_a_rank, 2, 5, 7, 1), want)
-
-
-def test_a_grid_that_is_none() -> None:
-    for core in (0, 4, 2.0):
-        with pytest.raises(ValueError, match="does not divide 6 ranks"):
-            grid(LocalComm.world(6)[0], core=core)
-
-
-@pytest.mark.parametrize("whole", ["s", "space", ("S",), ("s", "c")])
-def test_a_dimension_that_rows_lack_is_named(whole: Any) -> None:
-    space = Space({"b": 1, "t": 2, "s": 3}, LocalComm())
-    with pytest.raises(ValueError, match="expected some of the dimensions .'b', 't', 's'."):
-        attention_plan(space, "b t s c", whole, "s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.dsp import StagePlan, parallelize
-from seqpar.dsp.costs import Costs
-from seqpar.dsp.plan import StageChoice, plan_stages
+from seqpar.dsp import parallelize
+from seqpar.dsp.plan import plan_stages
 from seqpar.foreign.hooks import CACHING, HARMLESS, SKIPPING
 from seqpar.planner.hardware import Link
 from seqpar.testing import run_processes, run_threads
 from tests.dsp.cases import clip, latte
-from tests.dsp.models import FREE, SHARDED, compared, gradients
-from tests.dsp.planners import Planner
+from tests.dsp.models import FREE, SHARDED, compare_with_one, compared, gradients
+from tests.dsp.planners import Planner, by_heads
+from tests.ranks import errors
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -47,7 +48,6 @@ def test_every_rank_has_the_output_and_gradients_sum(size, frames, count, ranks,
     want = gradients(latte(size, frames), clip(size, frames, count))
     found = run_threads(ranks, on_a_rank, size, frames, count, how)
     compared([rank for rank, *_ in found], want)
-    print(found[0][1:])
 
 
 def oblong(comm: Comm) -> dict[str, Tensor]:
@@ -59,8 +59,7 @@ def oblong(comm: Comm) -> dict[str, Tensor]:
 
 
 def test_frames_of_other_heights_than_widths() -> None:
-    (want,) = run_threads(1, oblong)
-    compared(run_threads(4, oblong), want)
+    compare_with_one(4, oblong)
 
 
 def denoised(comm: Comm, cached: bool = True, plan: Planner = SHARDED, frames: int = 8) -> list[Tensor]:
@@ -108,14 +107,9 @@ def test_stages_with_a_cache_share_no_heads(frames: int) -> None:
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
-def with_another_plan(comm: Comm) -> str:
-    with pytest.raises(NotImplementedError, match="transformer_blocks.0 has a cache of diffusers.* call the model's"):
-        denoised(comm, True, by_heads_always)
-    return "done"
-
-
 def test_a_planner_that_shares_the_heads_of_a_cache_is_refused() -> None:
-    assert run_threads(2, with_another_plan) == ["done"] * 2
+    for said in errors(denoised, True, by_heads):
+        assert re.match("NotImplementedError: transformer_blocks.0 has a cache of diffusers.* call the model's", said)
 
 
 def under_faster_cache(comm: Comm, when: str) -> str:
@@ -158,18 +152,16 @@ def test_hooks_that_may_stay_are_named_as_diffusers_names_them() -> None:
     assert names >= {*HARMLESS, *SKIPPING, *CACHING}
 
 
-def blurred(comm: Comm) -> str:
-    model = latte(8, 4).eval()
-    parallelize(model, comm, plan=held)
-    config = diffusers.SmoothedEnergyGuidanceConfig(indices=[0], fqn="transformer_blocks")
-    smoothed_energy_guidance_utils._apply_smoothed_energy_guidance_hook(model, config, 1.0)
-    with pytest.raises(NotImplementedError, match="has the hook SmoothedEnergyGuidanceHook .* on transformer_blocks.0"):
-        model(**clip(8, 4))
-    return "done"
-
-
 def test_a_blur_over_a_share_of_the_queries_is_refused() -> None:
-    assert run_threads(2, blurred) == ["done"] * 2
+    def blurred(comm: Comm) -> None:
+        model = latte(8, 4).eval()
+        parallelize(model, comm, plan=by_heads)
+        config = diffusers.SmoothedEnergyGuidanceConfig(indices=[0], fqn="transformer_blocks")
+        smoothed_energy_guidance_utils._apply_smoothed_energy_guidance_hook(model, config, 1.0)
+        model(**clip(8, 4))
+
+    for said in errors(blurred):
+        assert re.match("Not.*has the hook SmoothedEnergyGuidanceHook .* on transformer_blocks.0", said), said
 
 
 @pytest.mark.exhaustive
@@ -178,7 +170,7 @@ def test_it_is_so_on_processes() -> None:
     compared([rank for rank, *_ in run_processes(3, on_a_rank, 6, 5, 2, "checkpoint")], want)
 
 
-def wrong(comm: Comm, how: str) -> str:
+def wrong(comm: Comm, how: str) -> None:
     model = latte(dropout=0.1 if how == "dropout" else 0.0).train()
     parallelize(model, comm, plan=SHARDED)
     given: dict[str, object] = dict(clip())
@@ -193,11 +185,7 @@ def wrong(comm: Comm, how: str) -> str:
         given["encoder_attention_mask"] = torch.ones(2, 4, dtype=torch.float64)
     elif how == "spatial only":
         given["enable_temporal_attentions"] = False
-    try:
-        model(**given)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    model(**given)
 
 
 @pytest.mark.parametrize(
@@ -213,44 +201,35 @@ def wrong(comm: Comm, how: str) -> str:
     ],
 )
 def test_what_would_be_another_answer_is_refused(how, words) -> None:
-    assert words in run_threads(2, wrong, how, timeout=60.0)[0]
+    assert words in errors(wrong, how)[0]
 
 
-def unsummed(comm: Comm, validations: int) -> str:
+def unsummed(comm: Comm) -> None:
     model = latte().train()
     parallelize(model, comm, plan=SHARDED)
-    with torch.no_grad():
-        for _ in range(validations):
-            model(**clip())
-    with pytest.raises(ValueError, match="weights differ between rank 0 and rank 1, .* an optimizer stepped"):
-        for _ in range(2):
-            model(**clip()).sample.square().mean().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return "done"
-
-
-@pytest.mark.parametrize("validations", [0, 17])
-def test_a_step_with_shares_of_gradients_is_refused(validations: int) -> None:
-    assert run_threads(2, unsummed, validations, timeout=60.0) == ["done"] * 2
-
-
-def freezing(comm: Comm, before: int) -> bool:
-    """Rank 0 freezes a parameter after some forwards: it may, where no gradient is computed."""
-    model = latte().train()
-    parallelize(model, comm, plan=SHARDED)
-    for _ in range(before):
+    for _ in range(2):
         model(**clip()).sample.square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_step_with_shares_of_gradients_is_refused() -> None:
+    for said in errors(unsummed):
+        assert re.match("ValueError: .*weights differ between rank 0 and rank 1, .* an optimizer stepped", said), said
+
+
+def freezing(comm: Comm) -> None:
+    """Rank 0 freezes a parameter after a step: it may, where no gradient is computed."""
+    model = latte().train()
+    parallelize(model, comm, plan=SHARDED)
+    model(**clip()).sample.square().mean().backward()
     model.proj_out.bias.requires_grad_(bool(comm.rank))
     with torch.no_grad():
         model(**clip())
-    with pytest.raises(ValueError, match="proj_out.bias is frozen on rank 0 and not on rank 1"):
-        model(**clip())
-    return True
+    model(**clip())
 
 
-@pytest.mark.parametrize("before", [0, 2])
-def test_a_parameter_that_one_rank_freezes_is_named(before: int) -> None:
-    assert run_threads(2, freezing, before, timeout=60.0) == [True, True]
+def test_a_parameter_that_one_rank_freezes_is_named() -> None:
+    assert all("proj_out.bias is frozen on rank 0 and not on rank 1" in said for said in errors(freezing))
 
 
 def masked(comm: Comm) -> Tensor:
@@ -269,26 +248,11 @@ def test_a_mask_by_rows_is_sliced_with_them() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
-def by_heads_always(stages, dims, ranks, *, end, training) -> StagePlan:
-    """As `held`, whatever the stages allow."""
-    costs = Costs(dict(dims), ranks, FREE, training)
-    choices = [StageChoice("s", "s", "ulysses" if "s" in stage.whole else "local") for stage in stages]
-    return StagePlan(tuple(stages), tuple(choices), costs, None, "s", 0.0, 0.0)
-
-
-def held(stages, dims, ranks, *, end, training) -> StagePlan:
-    """Space sharded throughout, so that spatial attention is shared by heads."""
-    costs = Costs(dict(dims), ranks, FREE, training)
-    modes = ["ulysses" if "s" in stage.whole else "local" for stage in stages]
-    assert all(mode in costs.modes(stage, "s") for stage, mode in zip(stages, modes))
-    return StagePlan(tuple(stages), tuple(StageChoice("s", "s", mode) for mode in modes), costs, None, "s", 0.0, 0.0)
-
-
-def by_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:
+def sharing_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:
     model = latte(6, frames)
     if how == "checkpoint":
         model.enable_gradient_checkpointing()
-    parallelize(model, comm, plan=held)
+    parallelize(model, comm, plan=by_heads)
     return gradients(model, clip(6, frames))
 
 
@@ -296,7 +260,7 @@ def by_heads(comm: Comm, frames: int, how: str) -> dict[str, Tensor]:
 def test_spatial_attention_is_shared_by_heads(ranks, frames, how) -> None:
     """Two heads; with more ranks some have none."""
     want = gradients(latte(6, frames), clip(6, frames))
-    compared(run_threads(ranks, by_heads, frames, how), want)
+    compared(run_threads(ranks, sharing_heads, frames, how), want)
 
 
 def test_a_single_image_is_not_computed_by_every_rank() -> None:
@@ -304,18 +268,14 @@ def test_a_single_image_is_not_computed_by_every_rank() -> None:
     assert "None" not in layouts and exchanges == 0
 
 
-def other_attention(comm: Comm) -> str:
+def other_attention(comm: Comm) -> None:
     model = latte(6, 1)
     for block in model.transformer_blocks:
         block.attn1.set_processor(diffusers.models.attention_processor.AttnProcessor())
-    parallelize(model, comm, plan=held)
-    try:
-        model(**clip(6, 1))
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing"
+    parallelize(model, comm, plan=by_heads)
+    model(**clip(6, 1))
 
 
 def test_attention_of_another_kind_is_named() -> None:
-    words = "attn1 of transformer_blocks.0 called F.scaled_dot_product_attention 0 times"
-    assert all(found.startswith(words) for found in run_threads(2, other_attention, timeout=60.0))
+    words = "NotImplementedError: attn1 of transformer_blocks.0 called F.scaled_dot_product_attention 0 times"
+    assert all(found.startswith(words) for found in errors(other_attention))

@@ -84,13 +84,6 @@ def test_moves_on_processes(comm) -> None:
     run_processes(3, moves, SIZES | {"t": 1}, "(b t) s c", torch.float32, comm=comm)
 
 
-def test_shares_are_those_of_a_layout() -> None:
-    for size in (1, 2, 5, 16, 17):
-        for ranks in (1, 2, 3, 8):
-            layout = Layout.contiguous(size, ranks)
-            assert shares(size, ranks) == [layout.tokens(rank) for rank in range(ranks)]
-
-
 def way(comm: Comm, dims: dict[str, int], grad: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """A model of two stages with a weight in each, whole at both ends: gradients of x and of the weight inside."""
     space, form = Space(known(dims), comm), "(b t) s c"
@@ -236,14 +229,6 @@ def test_work_between_begin_and_wait_runs_beside_the_exchange_in_both_directions
     assert run_threads(3, overlapped, delay=0.01) == [[*order, "backward", *order]] * 3
 
 
-@pytest.mark.parametrize(
-    "text", ["", "b b", "(b t) (t s)", "b ... s", "b, t", "(b (t s))", "2 b", "(b ...)", "b t)", "b-t", "(b t"]
-)
-def test_forms_that_are_none(text) -> None:
-    with pytest.raises(ValueError, match="is not a form"):
-        form_of(text)
-
-
 def refused(comm: Comm) -> None:
     space = Space({"b": 2, "t": 5, "s": 6}, comm)
     x = torch.zeros(2 * space.local("t")["t"], 6, 3)
@@ -280,12 +265,6 @@ def differ(comm: Comm) -> str:
 def test_ranks_with_other_global_sizes_are_told() -> None:
     for text in run_threads(2, differ, timeout=60.0):
         assert "ranks differ in split sizes" in text
-
-
-def test_dims_that_are_none() -> None:
-    for dims in ({"t": 0}, {"t": 2.0}, {"a b": 3}, {"t": True}):
-        with pytest.raises(ValueError, match="dims must be names with sizes"):
-            Space(dims, LocalComm())
 
 
 @pytest.mark.exhaustive

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import (
 from seqpar.comm import Comm
 from seqpar.dsp import parallelize
 from seqpar.testing import run_processes, run_threads
-from tests.dsp.models import WEATHER, Weather, compared, made
+from tests.dsp.models import WEATHER, Weather, compare_with_one, compared, made
 from tests.dsp.passes import GRID, Checkpointed, numbers, weather
 from tests.dsp.planners import Planner, by_batch, by_hand
+from tests.ranks import error_of, errors
 
 
 def without(comm: Comm, how: str) -> dict[str, Tensor]:
@@ -89,20 +90,16 @@ def test_stages_that_are_recomputed(kind) -> None:
             compared(run_threads(ranks, checkpointed, kind, delay=0.001), want)
 
 
-def misshapen(comm: Comm) -> str:
-    """What a forward says if one rank's input of a stage has rows too many."""
+def misshapen(comm: Comm) -> None:
+    """One rank's input of a stage has a row too many."""
     model = weather(comm, by_hand)
     if comm.rank:
         model.east[0].register_forward_pre_hook(lambda _, given: (torch.cat([given[0], given[0][:, :1]], 1),))
-    try:
-        model(GRID)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    model(GRID)
 
 
 def test_one_ranks_rows_too_many() -> None:
-    for said in run_threads(2, misshapen, timeout=60.0):
+    for said in errors(misshapen):
         assert 'axis 1 of "b h w c" must have 5 elements here (h=5), not 6' in said
 
 
@@ -126,8 +123,7 @@ def writing(comm: Comm, grad: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_blocks_that_write_in_place(grad) -> None:
-    (want,) = run_threads(1, writing, grad)
-    compared(run_threads(2, writing, grad, delay=0.001), want)
+    compare_with_one(2, writing, grad, delay=0.001)
 
 
 class Counted(nn.Module):
@@ -158,8 +154,7 @@ def changing(comm: Comm, planner: Planner, by_rows: bool, batch: int) -> dict[st
 
 def test_buffers_that_a_forward_changes() -> None:
     """All ranks must change them alike, and as often as one process: none may skip it."""
-    (want,) = run_threads(1, changing, by_hand, False, 3)
-    compared(run_threads(2, changing, by_hand, False, 3), want)
+    compare_with_one(2, changing, by_hand, False, 3)
     words = "mix.0.net.4.seen'] change in a forward, which each rank must make once"
     assert all(words in said for said in run_threads(2, changing, by_batch, False, 1, timeout=60.0))
     said = run_threads(2, changing, by_hand, True, 3, timeout=60.0)
@@ -170,17 +165,16 @@ def sharded_within(comm: Comm, batch: int) -> str:
     """What a forward says of a model whose stage holds a module that is gathered for its own forward."""
     model = weather(comm, by_batch)
     fully_shard(model.north[1].qkv)
-    try:
+    said = error_of(model, GRID[:batch])
+    if said == "nothing":
         torch.testing.assert_close(model(GRID[:batch]), made(Weather)(GRID[:batch]), rtol=0, atol=1e-10)
-    except NotImplementedError as error:
-        return str(error)
-    return "right"
+    return said
 
 
 def test_modules_that_all_ranks_call_are_not_within_what_some_skip() -> None:
-    assert run_processes(2, sharded_within, 2) == ["right"] * 2
+    assert run_processes(2, sharded_within, 2) == ["nothing"] * 2
     for skipped in run_processes(2, sharded_within, 1):
-        assert skipped.startswith("['qkv'] of north.1 is under fully_shard, and would wait for ranks that have no rows")
+        assert "['qkv'] of north.1 is under fully_shard, and would wait for ranks that have no rows" in skipped
 
 
 def hooked(comm: Comm) -> dict[str, Tensor]:
@@ -193,8 +187,7 @@ def hooked(comm: Comm) -> dict[str, Tensor]:
 
 
 def test_hooks_around_and_inside_stages() -> None:
-    (want,) = run_threads(1, hooked)
-    compared(run_threads(3, hooked), want)
+    compare_with_one(3, hooked)
 
 
 def with_tables(comm: Comm, reentrant: bool) -> None:
