@@ -72,7 +72,7 @@ docs: $(READY)
 links: $(READY)
 	$(BIN)/python -m tests.links
 
-# on one NVIDIA GPU, by any Python that has torch and numpy: nothing is installed. PYTHON=... names it, else it is that of
+# on one NVIDIA GPU, by any Python with torch, numpy and einops: nothing is installed. PYTHON=... names it, else that of
 # $(VENV) if there is one. ARGS=--needs says what is missing, ARGS="--minutes 8" stops in time and goes on at the next
 # call, ARGS=--rehearse needs no GPU
 gpu:

@@ -36,7 +36,7 @@ LONGEST = (
     "test_docs.py", "test_examples.py", "ops/test_unions.py", "ops/test_trees.py", "ops/test_attention.py",
     "test_cli.py", "ecosystem/test_loops.py", "kernels/test_triton.py", "ops/test_guarantees.py", "test_package.py",
     "kernels/test_vendor.py", "integrations/hf/test_vision.py", "integrations/hf/test_loops.py",
-    "integrations/test_diffusers.py", "kernels/test_triton_ends.py", "test_bench_gpu.py", "ops/test_compile.py",
+    "integrations/test_diffusers.py", "kernels/test_triton_ends.py", "ops/test_compile.py",
     "ops/test_refusals.py", "comm/test_shm.py", "comm/test_peer.py", "integrations/sdpa/test_sdpa.py",
     "kernels/test_kernels.py", "integrations/hf/test_model.py", "test_bench.py",
 )  # fmt: skip

@@ -10,16 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import seqpar
 import seqpar.launch
 from seqpar.cli import calibrate, main, measure
-from seqpar.comm import Comm
 from seqpar.planner import Hardware, ModelShape
-from seqpar.planner.fit import ExchangeTiming
 
 ROOT = Path(__file__).parent.parent
 TINY = ModelShape.preset("tiny")
@@ -68,10 +65,6 @@ def test_a_machine_is_measured_and_its_file_loads(tmp_path: Path) -> None:
     assert measured["kernel"] in seqpar.kernels.available()
 
 
-def test_an_emulated_rank_is_a_comm() -> None:
-    assert isinstance(measure.SingleRankComm(4), Comm)
-
-
 @pytest.mark.parametrize("case", measure.cases(256), ids=str)
 def test_the_facts_of_a_case_are_those_of_its_plan(case: measure.Case) -> None:
     attended = measure.TimedCase(case, TINY, CPU)
@@ -107,25 +100,6 @@ def test_a_block_counts_the_matrices_that_it_multiplies(model: str) -> None:
     assert block(x).shape == (5, 64)
     if not shape.experts:
         assert block.flops == 3 * shape.linear_flops // shape.layers
-
-
-def test_turns_are_interleaved_and_warmed_up() -> None:
-    order: list[str] = []
-    ticks: list[float] = []
-
-    def run(name: str) -> int:
-        order.append(name)
-        return len(order)
-
-    found = measure.interleaved([lambda: run("a"), lambda: run("b")], 0.0, ticks.append, least=2)
-    assert order == ["a", "b"] * 3
-    assert found == [[3, 5], [4, 6]]
-    assert len(ticks) == 4
-
-
-def test_a_link_takes_the_slowest_rank_of_a_turn() -> None:
-    ranks = [{"inside": [[1.0, 5.0, 3.0]]}, {"inside": [[2.0, 1.0, 4.0]]}]
-    assert measure.links(ranks, [8]) == {"inside": [ExchangeTiming(8, 4.0)]}
 
 
 def test_a_link_gets_more_turns_while_its_fit_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +177,3 @@ def test_the_table_says_what_is_above_5_percent_and_what_was_not_measured(
     assert "435.0 GFLOP/s" in lines["linear"] and lines["linear"].endswith("2.0%, at most 2.0%")
     assert "3.51 GB/s after 300 us" in lines["inside"]
     assert lines["across"].endswith("not measured: as inside")
-
-
-def test_cases_are_held_out_that_no_fitted_one_equals() -> None:
-    cases = measure.cases(1024)
-    unseen = [case for case in cases if case.unseen]
-    assert 5 <= len(unseen) < len(cases) / 2
-    assert not {replace(case, unseen=False) for case in unseen} & {case for case in cases if not case.unseen}
-    assert all(np.min(case.lengths) >= 2 * case.ranks or case.ranks == 1 for case in cases)

@@ -42,8 +42,7 @@ def test_plan_prints_the_plan_and_the_bytes_of_every_rank(capsys: pytest.Capture
     assert [line.split()[0] for line in out.strip().splitlines()[-4:]] == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("transport", ["fetch", "ring", "double_ring", "gather"])
+@pytest.mark.parametrize(("layout", "transport"), [("contiguous", "fetch"), ("zigzag", "ring"), ("striped", "gather")])
 def test_areas_and_rows_of_the_ranks_sum_to_the_batch(
     capsys: pytest.CaptureFixture[str], layout: str, transport: str
 ) -> None:
@@ -56,17 +55,6 @@ def test_areas_and_rows_of_the_ranks_sum_to_the_batch(
     for rank in facts["ranks"]:
         assert sum(rank["sends_to"].values()) == rank["forward_bytes"] + rank["backward_bytes"]
         assert str(rank["rank"]) not in rank["sends_to"]
-
-
-def test_random_lengths_follow_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    one, same, other = (planned(capsys, "--random", "20", "--seed", seed)["lengths"] for seed in ("1", "1", "2"))
-    assert one == same != other
-
-
-def test_documents_on_one_rank_each_move_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = planned(capsys, "--lengths", "64,64,64,64", "--ranks", "4", "--layout", "contiguous")
-    assert [r["forward_bytes"] + r["backward_bytes"] for r in facts["ranks"]] == [0, 0, 0, 0]
-    assert facts["degrees"] == [1, 1, 1, 1]
 
 
 def test_a_window_moves_only_the_halo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,14 +141,6 @@ def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{path} is not a hardware file: maximum recursion depth" in capsys.readouterr().err
 
 
-def test_a_plan_of_many_ranks_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--random", "400", "--ranks", "128", "--model", "tiny")
-    assert main(["plan", *flags]) == 0
-    assert len(capsys.readouterr().out.splitlines()) < 25
-    ranks = planned(capsys, *flags)["ranks"]
-    assert len(ranks) == 128 and set(ranks[0]) == {"rank", "rows", "area", "pieces", "keys", "crossing_keys"}
-
-
 def test_ulysses_takes_a_width_or_one_per_document(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--lengths", "64,64", "--ranks", "4", "--layout", "zigzag", "--transport", "ring")
     one, each, mixed = (planned(capsys, *fixed, "--ulysses", widths) for widths in ("2", "2,2", "1,4"))
@@ -176,52 +156,29 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
     [
         (("--lengths", "5,-1"), "lengths must be at least 0, got -1 for document 1"),
         (("--lengths", "1,x"), "--lengths 1,x is neither integers separated by commas nor a file of them"),
-        ((*FIXED, "--ulysses", "3"), "Ulysses width must divide the 8 ranks, got 3"),
-        ((*FIXED, "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 must divide --heads 4"),
-        ((*FIXED, "--heads", "0"), "seqpar plan: --heads must be at least 1, got 0\n"),
-        ((*FIXED, "--dim", "0"), "seqpar plan: --dim must be at least 1, got 0\n"),
-        (("--lengths", "5", "--window", "3,4"), "got window=(3, 4); give --full or LEFT,0\n"),
-        (("--lengths", "5", "--window", "-1"), "--window is W or LEFT,RIGHT, of at least 0, got (-1, None)"),
-        (
-            ("--lengths", "99", "--max-tokens-per-rank", "3"),
-            "of at most 24 tokens, or a larger --max-tokens-per-rank\n",
-        ),
-        (("--lengths", "80000", "--ranks", "1", "--recompute", "none"), "tokens, or --recompute full\n"),
-        (
-            ("--lengths", "9" * 7, "--ranks", "1", "--recompute", "none"),
-            " ranks, or a batch (or one document) of at most ",
-        ),
-        (
-            ("--lengths", "99999", "--ranks", "1", "--recompute", "none", "--max-tokens-per-rank", "9"),
-            " ranks, or a batch",
-        ),
-        (("--lengths", "5,,2"), "--lengths, line 1: expected a number between commas, got '5,,2'"),
-        ((*FIXED, "--model", "tiny"), "--model is for the planner; leave --layout out"),
-        ((*FIXED, "--max-tokens-per-rank", "9"), "--max-tokens-per-rank is for the planner"),
-        (("--lengths", "5", "--kv-heads", "3"), "--kv-heads is chosen by the planner or given by --model"),
-        (("--lengths", "5", "--transport", "ring"), "--transport is chosen by the planner"),
-        (("--lengths", "5", "--model", "nope"), "no model is called 'nope'; known: llama-8b"),
-        (("--lengths", "5", "--hardware", "nope"), "--hardware nope is neither a preset (h100, "),
-        (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
-        (("--lengths", "5", "--ranks", "0"), "ranks"),
-        (("--lengths", "5", "--ranks", "65537"), "--ranks must be 1 to 65,536, got 65537"),
-        (("--lengths", "5", "--token-slack", "nan"), "token_slack must be a finite number of at least 0, got nan"),
-        (("--lengths", "5", "--hardware", ""), "--hardware '' is neither a preset (h100, "),
-        (("--lengths", "5", "--hardware", "/dev/zero"), "--hardware /dev/zero is neither a preset"),
-        (("--lengths", "5", "--model", ""), "no model is called ''"),
-        (("--lengths", "5", "--model", "nope"), "gpt-30b, wlb-550m, tiny\n"),
-        (("--random", "0"), "--random must be at least 1 and below 134,217,728, got 0"),
-        (("--random", "99999999999"), "--random must be at least 1 and below 134,217,728, got 99999999999"),
-        (("--random", "3", "--seed", "-1"), "--seed must be at least 0, got -1"),
-        (("--lengths", "x,y"), "--lengths x,y is neither integers separated by commas nor a file of them"),
-        (("--lengths", "1.5"), "--lengths 1.5 is neither integers separated by commas nor a file of them"),
-        (("--lengths", "+"), "--lengths + is neither integers separated by commas nor a file of them"),
         (("--lengths", ""), "--lengths '' is neither integers"),
-        (("--lengths", "5,-"), "--lengths, line 1: expected integers of at most 18 digits, got '-'"),
+        (("--lengths", "5,,2"), "expected a number between commas, got '5,,2'"),
         (("--lengths", "1" * 30), "expected integers of at most 18 digits, got '1111"),
         (("--lengths", "1," * 50_000 + "x"), "1,1,1,1,1,... is neither integers"),
         (("--lengths", "/"), "cannot read /: Is a directory"),
         (("--lengths", "/dev/zero"), "/dev/zero is longer than 64 MiB"),
+        ((*FIXED, "--ulysses", "3"), "Ulysses width must divide the 8 ranks, got 3"),
+        ((*FIXED, "--heads", "4", "--kv-heads", "3"), "--kv-heads 3 must divide --heads 4"),
+        ((*FIXED, "--dim", "0"), "--dim must be at least 1, got 0"),
+        ((*FIXED, "--model", "tiny"), "--model is for the planner; leave --layout out"),
+        (("--lengths", "5", "--window", "3,4"), "give --full or LEFT,0"),
+        (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
+        (("--lengths", "99", "--max-tokens-per-rank", "3"), "at most 24 tokens, or a larger --max-tokens-per-rank"),
+        (("--lengths", "80000", "--ranks", "1", "--recompute", "none"), "tokens, or --recompute full"),
+        (("--lengths", "5", "--kv-heads", "3"), "--kv-heads is chosen by the planner or given by --model"),
+        (("--lengths", "5", "--transport", "ring"), "--transport is chosen by the planner"),
+        (("--lengths", "5", "--model", "nope"), "no model is called 'nope'; known: llama-8b"),
+        (("--lengths", "5", "--hardware", "nope"), "--hardware nope is neither a preset (h100, "),
+        (("--lengths", "5", "--hardware", "/dev/zero"), "--hardware /dev/zero is neither a preset"),
+        (("--lengths", "5", "--ranks", "65537"), "--ranks must be 1 to 65,536, got 65537"),
+        (("--lengths", "5", "--token-slack", "nan"), "token_slack must be a finite number of at least 0, got nan"),
+        (("--random", "0"), "--random must be at least 1 and below 134,217,728, got 0"),
+        (("--random", "3", "--seed", "-1"), "--seed must be at least 0, got -1"),
     ],
 )
 def test_plan_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
@@ -237,11 +194,8 @@ def test_plan_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tup
         [],
         ["nonsense"],
         ["plan"],
-        ["plan", "--lengths", "1", "--window", "x"],
-        ["doctor", "--wrong"],
-        ["run", "x.py"],
         ["plan", "--lengths", "1", "--window", "9" * 30],
-        ["plan", "--lengths", "1", "--ranks", "1e3"],
+        ["doctor", "--wrong"],
     ],
 )
 def test_a_wrong_call_shows_the_usage(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
@@ -249,13 +203,6 @@ def test_a_wrong_call_shows_the_usage(capsys: pytest.CaptureFixture[str], argv: 
         main(argv)
     assert stopped.value.code == 2
     assert "usage: seqpar" in capsys.readouterr().err
-
-
-def test_unknown_words_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["doctor", "\n", "--wrong", ""])
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == r"seqpar: error: seqpar doctor does not know '\n' --wrong ''; see seqpar doctor --help"
 
 
 def test_the_longest_documents_are_planned_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,13 +235,6 @@ def test_the_examples_of_help_run(
         assert Path("plan.png").is_file()
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"seqpar {seqpar.__version__}\n"
-
-
 def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "new" / "plan.png"
@@ -306,9 +246,7 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert b"<svg" in upper.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "where", ["noending", "", ".", "x.", ".png", "a.nonsense", "/dev/full", "file/x.png", "no.png"]
-)
+@pytest.mark.parametrize("where", ["", "x.", "a.nonsense", "/dev/full", "file/x.png", "no.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_planning(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,15 +283,11 @@ def missing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(output.importlib.util, "find_spec", lambda n, *a: None if n in names else find(n, *a))
 
 
-@pytest.mark.parametrize(
-    ("argv", "extra"), [(["plan", "--lengths", "9", "--plot", "x.png"], "plot"), (["demo"], "plot")]
-)
-def test_a_missing_extra_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], extra: str
-) -> None:
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     missing(monkeypatch, "matplotlib")
-    assert main(argv) == 2
-    assert f"needs matplotlib, which is not installed: pip install 'seqpar[{extra}]'" in capsys.readouterr().err
+    for argv in (["plan", "--lengths", "9", "--plot", "x.png"], ["demo"]):
+        assert main(argv) == 2
+        assert "needs matplotlib, which is not installed: pip install 'seqpar[plot]'" in capsys.readouterr().err
 
 
 def test_a_table_is_plain_unless_on_a_terminal(
@@ -368,16 +302,6 @@ def test_a_table_is_plain_unless_on_a_terminal(
     missing(monkeypatch, "rich")
     print_table("kernels", ("name",), [("triton",)])
     assert capsys.readouterr().out == "kernels\n  name\n  triton\n\n"
-
-
-def test_a_table_on_a_terminal_keeps_brackets(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "100")
-    print_table("kernels", ("name", "why not"), [("triton", "pip install 'seqpar[triton]'")])
-    assert "pip install 'seqpar[triton]'" in capsys.readouterr().out
 
 
 def test_doctor_says_what_works_and_why_the_rest_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,18 +359,6 @@ def test_doctor_refuses_rocm_by_name(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(doctor, "kernels", dict)
     assert main(["doctor"]) == 0
     assert "ROCm is not supported" in capsys.readouterr().out
-
-
-def test_doctor_names_cuda_devices_and_refuses_mps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    found = doctor.devices()
-    assert found["cuda:0 Some GPU, capability 9.0"] is None
-    assert "not supported" in found["mps"]
 
 
 def command(*argv: str, **options: object) -> subprocess.Popen[str]:
@@ -581,9 +493,6 @@ def test_the_demo_gets_its_flags_and_its_ranks(
     [
         (("--layout", "x"), "invalid choice: 'x'"),
         (("--steps", "-1"), "--steps -1 is too small; it must be at least 1"),
-        (("--seed", "-1"), "--seed -1 is too small; it must be at least 0"),
-        (("--ranks", "1" * 90), "expected an integer of at most 18 digits"),
-        (("--hardware", ""), "--hardware '' is neither a preset"),
         (("--hardware", __file__), "test_cli.py is not a hardware file"),
         (("--out", "picture"), "the ending of 'picture' is not a picture format"),
         (("--unknown",), "unrecognized arguments: --unknown"),
@@ -597,13 +506,6 @@ def test_the_demo_refuses_before_a_rank_starts(
         main(["demo", *flags])
     assert stopped.value.code == 2 and not launched
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_demo_says_its_flags(capsys: pytest.CaptureFixture[str], launched: list[tuple[object, ...]]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["demo", "--help"])
-    assert stopped.value.code == 0 and not launched
-    assert capsys.readouterr().out.startswith("usage: seqpar demo [-h] [--ranks RANKS]")
 
 
 def test_an_installed_package_has_the_examples_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

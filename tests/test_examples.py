@@ -216,15 +216,9 @@ def test_labels_are_shifted_inside_documents(demo: ModuleType) -> None:
 
 def test_the_verdict_fails_where_it_should(demo: ModuleType) -> None:
     good = demo.Row(
-        sharded=3.0,
-        reference=3.0,
-        nudged=3.0 + 1e-6,
-        bytes_moved=8,
-        bytes_predicted=8,
-        seconds=1,
-        reference_seconds=1,
-        planning=0.01,
-    )
+        sharded=3.0, reference=3.0, nudged=3.0 + 1e-6, bytes_moved=8, bytes_predicted=8, seconds=1,
+        reference_seconds=1, planning=0.01,
+    )  # fmt: skip
     assert demo.verdict([good, good], "float32")[0]
     for change in ({"sharded": 3.0001}, {"sharded": float("nan")}, {"bytes_moved": 7}):
         for rows in ([good, dataclasses.replace(good, **change)], [dataclasses.replace(good, **change), good]):
@@ -237,11 +231,9 @@ def test_the_verdict_fails_where_it_should(demo: ModuleType) -> None:
     [
         (["--ranks", "3"], "--ranks 3 contradicts torchrun, which started 2 processes"),
         (["--layout", "zigzag", "--ulysses", "3"], "--ulysses 3 does not divide the 2 ranks"),
-        (["--steps", "0"], "--steps 0 is too small; it must be at least 1"),
         (["--tokens", "1"], "--tokens 1 is too small; it must be at least 2"),
         (["--transport", "ring"], "--transport is the planner's choice; it goes with another --layout"),
         (["--layout", "striped", "--hardware", "h100"], "--hardware is for --layout planned"),
-        (["--hardware", "nothing"], "--hardware nothing is neither a preset (h100, "),
     ],
 )
 def test_flags_that_cannot_be_are_refused(

@@ -34,7 +34,7 @@ def needs() -> list[Need]:
     """All needs, the most important first."""
     python = f"{sys.version.split()[0]}, {sys.executable}"
     found = [Need("Python", python, sys.version_info >= (3, 10), "everything", stops=True)]
-    found += [_package(name, "everything", stops=True) for name in ("torch", "numpy")]
+    found += [_package(name, "everything", stops=True) for name in ("torch", "numpy", "einops")]
     triton = "Triton's kernels, which is most of it"
     found.append(_package("triton", triton))
     compiler = _program(os.environ.get("CC", ""), "gcc", "clang", "cc")

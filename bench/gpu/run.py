@@ -9,7 +9,7 @@
     python -m bench.gpu.run --needs                        # what this machine lacks, and nothing else
     python -m bench.gpu.run --json /kept/new.jsonl --rows /kept/old.jsonl --minutes 8     # goes on from a copy of old
 
-Any Python with torch and numpy will do, installed or not: PYTHONPATH=. in this repository, as `make gpu` sets it.
+Any Python with torch, numpy and einops will do: PYTHONPATH=. in this repository, as `make gpu` sets it.
 
 A row is one JSON object a line: slice, case, kernel, mode; ``tflops`` (2 · area · H · (D + D_v) operations forward,
 2.5 times that backward) or ``gbps`` (bytes read and written); milliseconds, the median of interleaved runs, with the
