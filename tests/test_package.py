@@ -112,10 +112,10 @@ ORDER = {
     "integrations": """
         adapters hf hf/config
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/sizes hf/shape hf/planning hf/prefetch hf/attention hf/registry
+        hf/mask hf/forward hf/planning hf/plans hf/prefetch hf/attention hf/registry
         hf/generation
-        hf/recurrent hf/recurrent/filters hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
-        hf/recurrent/mamba2 hf/recurrent/rglru hf/recurrent/shortconv hf/recurrent/mixers
+        hf/recurrent hf/recurrent/shortconv hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
+        hf/recurrent/rglru hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit

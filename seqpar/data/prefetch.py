@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -18,7 +18,9 @@ from seqpar.data.snapshot import OverwrittenError, Snapshot
 from seqpar.data.union import BatchUnion, announce
 from seqpar.facts.value import integer
 from seqpar.ops.core.precompute import recent_attention, recent_recurrent
-from seqpar.planner import MicroBatch
+
+if TYPE_CHECKING:
+    from seqpar.planner import MicroBatch
 
 T = TypeVar("T")
 Epoch = Generator[tuple[T, bool], None, None]  # items, and whether each is the last

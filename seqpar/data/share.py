@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,10 +28,12 @@ from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import check_dense
 from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
-from seqpar.planner import Hardware, MicroBatch, plan_batch, plan_step
+
+if TYPE_CHECKING:
+    from seqpar.planner import MicroBatch  # the planner is loaded at the first batch
 
 Planner = Callable[[Any, int], Plan]  # (lengths, or the mask of trees; ranks)
-StepPlanner = Callable[[Any, int], Sequence[MicroBatch]]
+StepPlanner = Callable[[Any, int], "Sequence[MicroBatch]"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +216,8 @@ def back(share: Share, x: Tensor) -> Tensor | list[Tensor]:
 
 def choose(known: BatchUnion, ranks: int, planner: Planner | None) -> list[MicroBatch] | Exception:
     """The plan of a union, or the error that prevents it. Local, and without tensors."""
+    from seqpar.planner import MicroBatch
+
     try:
         plan = (planner or _default_plan)(known.documents, ranks)
         return [MicroBatch(np.arange(known.lengths.size), _served(plan, known.documents, ranks, known.places))]
@@ -223,6 +227,8 @@ def choose(known: BatchUnion, ranks: int, planner: Planner | None) -> list[Micro
 
 def choose_step(known: BatchUnion, ranks: int, planner: StepPlanner | None) -> list[MicroBatch] | Exception:
     """The plans of a union in several steps, or the error that prevents them. Local, and without tensors."""
+    from seqpar.planner import MicroBatch, plan_step
+
     try:
         made: Any = (planner or plan_step)(known.documents, ranks)
         parts = list(made) if isinstance(made, Iterable) else [made]
@@ -245,6 +251,8 @@ def choose_step(known: BatchUnion, ranks: int, planner: StepPlanner | None) -> l
 
 def _default_plan(documents: Mask | Ints, ranks: int) -> Plan:
     """The plan if model and machine are unknown, with memory not limited: the user knows what fits."""
+    from seqpar.planner import Hardware, plan_batch
+
     return plan_batch(documents, ranks, hardware=replace(Hardware.of("h100"), memory=1 << 60))
 
 

@@ -22,7 +22,7 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.comm import PeerError
 from seqpar.dsp import plan_stages
-from seqpar.integrations.hf.shape import shape_of
+from seqpar.integrations.hf.planning import shape_of
 from seqpar.testing import run_threads
 from tests.dsp import models as dsp_models
 from tests.dsp.cases import clip, latte

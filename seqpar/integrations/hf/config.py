@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -24,6 +24,21 @@ EDITED, EDITING = "its attention edits its mask, which is the handle of a plan h
 ASKED = "output_router_logits"
 OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
+
+# The names under which configs of transformers, or of models' own code, have their sizes. Most name them as the first
+# of each, or map that name to theirs by ``attribute_map``.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads", "attention_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim")
+FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
+
+
+class PlanState(NamedTuple):
+    """The properties of a model that plans depend on and that may change: recomputation, and the device type."""
+
+    recomputed: bool
+    device: str
 
 
 def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: bool = False) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,7 @@ from seqpar.integrations.hf.logits import ask_trainer
 from seqpar.integrations.hf.mask import Blocks, Rule
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.own_configs import OwnConfigs
-from seqpar.integrations.hf.planning import ModelPlanner
-from seqpar.integrations.hf.prefetch import Plans, prefetched
+from seqpar.integrations.hf.plans import Planner, Plans
 from seqpar.integrations.hf.reading import Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.registry import implementation, register
@@ -42,8 +41,6 @@ from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.plan import Plan
 from seqpar.private.transformers import attention_of
 from seqpar.train.checks import StepChecks
-
-Planner = Callable[[Ints, int], Plan]
 
 
 class TransformerHandle(ParallelModel):
@@ -93,16 +90,19 @@ class TransformerHandle(ParallelModel):
         self._rotaries = lengthy(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
-        planner = ModelPlanner(model, causal=self.fit.causal)
-        self._plans = Plans(planner, planner.state)
-        if plan is not None:
-            self._plans = Plans(lambda lengths, ranks, *_: plan(lengths, ranks), None)
+        self._plans = Plans(model, causal=self.fit.causal, plan=plan)
         self._layers = LayerPlans(type(model).__name__, comm, self._blocks, stated=self._plans.repeats)
         self._guard = ModelGuard(model, KEY)
         self._supported = SupportedCalls(model, comm, self.fit, self.entries, average_over, self._guard)
         replicated = source == "replicated"
         self._reader = Reader(
-            model, self.fit, planner, self._check, entries=self.entries, optional=self.optional, replicated=replicated
+            model,
+            self.fit,
+            self._plans,
+            self._check,
+            entries=self.entries,
+            optional=self.optional,
+            replicated=replicated,
         )
         self._same = SameBatches(comm)
         self._items = ItemCounts(model, comm.size if replicated else 1)
@@ -146,6 +146,8 @@ class TransformerHandle(ParallelModel):
         ValueError on all ranks if some loaders have ended and others have not, and after a loader has written to a
         batch that it gave before: it must yield new tensors, as a DataLoader does.
         """
+        from seqpar.integrations.hf.prefetch import prefetched
+
         return prefetched(
             batches, self.comm, self._plans, self._lengths, self._derive, depth=depth, device=device,
             replicated=self.source == "replicated",

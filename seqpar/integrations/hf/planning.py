@@ -8,16 +8,16 @@ seconds for long documents, microseconds for short ones.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqpar.data.union import Brought, layout_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.integrations.hf.shape import shape_of
+from seqpar.integrations.hf.config import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS, PlanState
 from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, ModelShape, plan_batch
 from seqpar.planner.bound import document_ticks, lower_bound
@@ -30,28 +30,14 @@ from seqpar.planner.scale import weights_for
 SPREADING = 3e-3
 
 
-class State(NamedTuple):
-    """The properties of a model that plans depend on and that may change: recomputation, and the device type."""
-
-    recomputed: bool
-    device: str
-
-
 class ModelPlanner:
-    """Plans batches for a model of one shape, in its current `State`."""
+    """Plans batches for a model of one shape, in its current `PlanState`."""
 
     def __init__(self, model: PreTrainedModel, *, causal: bool) -> None:
         self._model, self._causal = model, causal
-        # cached: it is asked for every batch, and walking a model takes long
-        self._recomputing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        self._weighed: dict[State, tuple[ModelShape, Hardware]] = {}
+        self._weighed: dict[PlanState, tuple[ModelShape, Hardware]] = {}
 
-    def state(self) -> State:
-        """The inputs of a plan besides the batch."""
-        recomputed = any(module.gradient_checkpointing for module in self._recomputing)
-        return State(recomputed, self._model.device.type)
-
-    def __call__(self, lengths: Ints, ranks: int, state: Any, brought: Brought | None) -> Plan:
+    def __call__(self, lengths: Ints, ranks: int, state: PlanState, brought: Brought | None) -> Plan:
         """The plan of documents of these lengths. brought: None if every rank has all documents."""
         mask = Mask(lengths, causal=self._causal)
         shape, machine = self._weigh(state)
@@ -62,7 +48,7 @@ class ModelPlanner:
                 return Plan(mask, source).with_forecast(apart)
         return plan_batch(lengths, ranks, masks=mask, model=shape, hardware=machine)
 
-    def _weigh(self, state: State) -> tuple[ModelShape, Hardware]:
+    def _weigh(self, state: PlanState) -> tuple[ModelShape, Hardware]:
         if state not in self._weighed:
             # the device decides how much fits: its memory, and what else uses it, is unknown
             machine = replace(Hardware.preset("cpu" if state.device == "cpu" else "h100"), memory=1 << 60)
@@ -83,3 +69,36 @@ def forecast_apart(mask: Mask, source: Layout, shape: ModelShape, machine: Hardw
     phases = Ticks(attention, np.zeros_like(ticks), rows * w.row, rows * w.label, recurrent)
     bound = lower_bound(layers, w, source.ranks)
     return Forecast(phases, bound, w.second, rows, Memory.of(shape, machine, 0), shape, machine, machine.node)
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    """The shape for the planner. For an unknown config: the entries that all configs have, and typical sizes elsewhere.
+
+    A size given per layer counts as the mean of all layers.
+    """
+    try:
+        return ModelShape.from_config(config)
+    except Exception:  # whatever an unusual config holds, a rough plan is better than none
+        pass
+    layers, heads = _size(config, *LAYERS) or 32, _size(config, *HEADS) or 32
+    hidden, kv_heads = _size(config, *HIDDEN) or 64 * heads, _size(config, *KEY_HEADS) or heads
+    return ModelShape(
+        name=str(getattr(config, "model_type", "")), hidden=hidden, layers=layers, heads=heads,
+        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        dim=_size(config, "head_dim") or max(1, hidden // heads),
+        ffn=_size(config, *FFN) or 4 * hidden,
+        vocab=_size(config, "vocab_size") or 32_000, gated=False,
+    )  # fmt: skip
+
+
+def _size(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these entries that is a size, 0 if none is; the mean of a list."""
+    for name in names:
+        try:
+            value: Any = getattr(config, name, None)
+            size = 0 if value is None else round(float(np.mean(value)))
+        except Exception:  # not a number, or given per layer only
+            continue
+        if size > 0:
+            return size
+    return 0

@@ -1,4 +1,4 @@
-"""Plans made ahead: kept ones of short batches that come again, and a loader's next batches planned by a thread.
+"""A loader's next batches, planned by a thread while one is computed.
 
 The thread makes plans, and what the first layer derives from them. Ranks exchange the lengths of the next batches in
 the calling thread, between two forwards, so collectives are the same on every rank and in one order.
@@ -6,9 +6,7 @@ the calling thread, between two forwards, so collectives are the same on every r
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,67 +19,9 @@ from seqpar.data.prefetch import Epoch, Epochs, Loader, planning_thread, with_lo
 from seqpar.data.snapshot import OverwrittenError, Snapshot
 from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen, integer
+from seqpar.integrations.hf.plans import Plans
 from seqpar.ops.core.agreement import gathering
 from seqpar.plan import Plan
-
-KEPT = 8  # plans of short batches to keep
-SHORT = 1 << 15  # tokens of a short batch; longer ones take long to compute anyway, and their plans take memory
-
-
-class Plans:
-    """A planner that first looks among the plans it has made.
-
-    make: the planner, of lengths, ranks, a state, and the number of documents that each rank brings. state: the other
-    inputs of plans; None for planners that must be asked for every batch.
-    """
-
-    def __init__(
-        self, make: Callable[[Ints, int, Hashable, Brought | None], Plan], state: Callable[[], Hashable] | None
-    ) -> None:
-        self._make, self._state = make, state
-        self._coming: OrderedDict[Hashable, Future[Plan]] = OrderedDict()
-        self._kept: OrderedDict[Hashable, Plan] = OrderedDict()
-
-    @property
-    def repeats(self) -> bool:
-        """Whether equal documents and states always have equal plans."""
-        return self._state is not None
-
-    def __call__(self, lengths: Ints, ranks: int, *, brought: Brought | None) -> Plan:
-        """The plan of documents of these lengths."""
-        state = None if self._state is None else self._state()
-        key = (lengths.tobytes(), ranks, state, brought)
-        if key in self._coming:
-            return self._coming.pop(key).result()
-        if self._state is None or int(lengths.sum()) > SHORT:
-            return self._make(lengths, ranks, state, brought)
-        if key not in self._kept:
-            self._kept[key] = self._make(lengths, ranks, state, brought)
-        self._kept.move_to_end(key)
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key]
-
-    def start(
-        self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, derive: Callable[[Plan], None], *,
-        brought: Brought | None,
-    ) -> None:  # fmt: skip
-        """Start a thread on the plan of documents that come later, unless the plan is kept."""
-        state = None if self._state is None else self._state()
-        key = (lengths.tobytes(), ranks, state, brought)
-        if key not in self._kept:
-            self._coming[key] = thread.submit(self._derived, derive, lengths, ranks, state, brought)
-        if len(self._coming) > KEPT:  # the oldest was never asked for
-            self._coming.popitem(last=False)
-
-    def _derived(self, derive: Callable[[Plan], None], *batch: Any) -> Plan:
-        plan = self._make(*batch)
-        derive(plan)
-        return plan
-
-    def forget(self) -> None:
-        """Drop the plans made ahead that were not asked for."""
-        self._coming.clear()
 
 
 def prefetched(

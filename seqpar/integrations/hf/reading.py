@@ -17,7 +17,7 @@ from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit
 from seqpar.integrations.hf.config import ASKED, text_of
 from seqpar.integrations.hf.heads import HeadCall
 from seqpar.integrations.hf.logits import ask_trainer, loss_alone, softcap_of, tokens_of
-from seqpar.integrations.hf.planning import ModelPlanner
+from seqpar.integrations.hf.plans import Plans
 from seqpar.integrations.hf.positions import (
     BY_TOKENS,
     BY_WORDS,
@@ -30,7 +30,6 @@ from seqpar.integrations.hf.positions import (
     shares,
 )
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero
-from seqpar.integrations.hf.recurrent.rglru import misread as misread_by_rglru
 from seqpar.integrations.hf.request import COUNT, DOCUMENTS, OF_LOSS, Request, count_of, parameters
 from seqpar.integrations.hf.rewritten_attention import sees_places
 from seqpar.integrations.hf.rotary import lengthy
@@ -68,11 +67,11 @@ class Reader:
     """
 
     def __init__(
-        self, model: PreTrainedModel, fit: ModelFit, planner: ModelPlanner, check: Check, *, entries: tuple[str, ...],
+        self, model: PreTrainedModel, fit: ModelFit, plans: Plans, check: Check, *, entries: tuple[str, ...],
         optional: tuple[str, ...], replicated: bool,
     ) -> None:  # fmt: skip
         self.model, self.fit, self.entries, self.optional, self.replicated = model, fit, entries, optional, replicated
-        self._planner, self._check = planner, check
+        self._plans, self._check = plans, check
         self._pad, self._tried = counted_pad(model), frozenset(acting(adapted(model)))
         self._at_zero, self._drops = begins_at_zero(model), dropping_tokens(model)
         by_rows = self._drops or lengthy(model) or fit.pooled or text_of(model) is not model
@@ -96,7 +95,7 @@ class Reader:
             error = refused
         routers = bool(arguments.get(ASKED))
         returned, chunked = output_of(self.model, self.fit, logits, labels=labels)
-        state = self._planner.state()
+        state = self._plans.state
         facts: dict[str, object] = {
             "training": training, "labels": labelled, "logits": returned, "adapters": acting_adapters(layers),
             "output_hidden_states": bool(hidden_states), ASKED: routers,
@@ -136,8 +135,11 @@ class Reader:
             batch[COUNTED] = counted(self.fit.counting, batch, self._pad)
         if self._drops and "input_ids" in batch:
             batch[SHARES] = shares(self._drops[0], batch)
-        if self._at_zero and (reason := misread_by_rglru({n: x for n, x in batch.items() if n not in OF_LOSS})):
-            raise NotImplementedError(f"a batch for {who}: {reason}")
+        if self._at_zero:
+            from seqpar.integrations.hf.recurrent.rglru import misread
+
+            if reason := misread({n: x for n, x in batch.items() if n not in OF_LOSS}):
+                raise NotImplementedError(f"a batch for {who}: {reason}")
         items = arguments.get("num_items_in_batch") if head is None else head.items
         return batch, count_of(items, batch, replicated=self.replicated)
 

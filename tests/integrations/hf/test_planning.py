@@ -14,12 +14,14 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan, plan_batch
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf import planning
+from seqpar.integrations.hf.config import PlanState
 from seqpar.integrations.hf.planning import ModelPlanner, forecast_apart
 from seqpar.planner import Forecast
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
 
 DAY = 86400.0
+STATE = PlanState(recomputed=False, device="cpu")
 
 
 def llama(hidden: int = 64) -> LlamaForCausalLM:
@@ -35,7 +37,7 @@ def llama(hidden: int = 64) -> LlamaForCausalLM:
 def planned(*brought: Sequence[int], model: LlamaForCausalLM | None = None) -> Plan:
     planner = ModelPlanner(model or llama(), causal=True)
     lengths = np.concatenate([np.asarray(x, np.int64) for x in brought])
-    return planner(lengths, len(brought), planner.state(), tuple(len(x) for x in brought))
+    return planner(lengths, len(brought), STATE, tuple(len(x) for x in brought))
 
 
 def held(plan: Plan) -> list[list[int]]:
@@ -64,7 +66,7 @@ def test_short_documents_stay_and_long_ones_are_spread() -> None:
 def test_a_rank_that_brings_nothing_and_batches_that_all_have() -> None:
     assert planned([50], []).layout.sizes().tolist() == [50, 0]
     planner = ModelPlanner(llama(), causal=True)
-    replicated = planner(np.array([64, 64, 64]), 3, planner.state(), None)
+    replicated = planner(np.array([64, 64, 64]), 3, STATE, None)
     assert replicated.layout.sizes().tolist() == [64] * 3
 
 
@@ -108,7 +110,7 @@ def test_plans_made_ahead_know_who_brings_what() -> None:
     def rank(comm: Comm) -> list[list[int]]:
         own, sizes = copy.deepcopy(model), []
         with seqpar.parallelize(own, comm) as handle:
-            planner = handle._reader._planner
+            planner = handle._plans._make
 
             def noted(lengths: Ints, *rest: object) -> Plan:
                 plan = planner(lengths, *rest)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar import Comm, Mask, Plan, plan_batch
-from seqpar.integrations.hf import prefetch
+from seqpar.integrations.hf import plans
 from seqpar.ops.attention import op
 from seqpar.testing import run_threads
 from tests.integrations.hf.models import build
@@ -176,8 +176,8 @@ def test_a_short_batch_that_comes_again_is_planned_once() -> None:
     def rank(comm: Comm) -> int:
         own = copy.deepcopy(model)
         with seqpar.parallelize(own, comm) as handle:
-            made, planner = [], handle._reader._planner
-            handle._plans = prefetch.Plans(lambda *given: made.append(given) or planner(*given), planner.state)
+            made, planner = [], handle._plans._make
+            handle._plans._make = lambda *given: made.append(given) or planner(*given)
             for size in (8, 8, 12, 8):
                 own(input_ids=torch.full((1, size), 1 + comm.rank))
             own.gradient_checkpointing_enable()  # of which the plan depends
@@ -186,7 +186,7 @@ def test_a_short_batch_that_comes_again_is_planned_once() -> None:
 
     counts = run_threads(2, rank)
     assert counts == [3, 3]
-    kept = prefetch.Plans(lambda lengths, ranks, *_: plan_batch(lengths, ranks), lambda: 0)
-    for n in range(1, 3 * prefetch.KEPT):
+    kept = plans.Plans(model, causal=True)
+    for n in range(1, 3 * plans.KEPT):
         assert kept(np.array([n]), 2, brought=None).mask.tokens == n
-    assert len(kept._kept) == prefetch.KEPT
+    assert len(kept._kept) == plans.KEPT

@@ -8,7 +8,7 @@ from itertools import zip_longest
 import pytest
 from transformers import PreTrainedConfig
 
-from seqpar.integrations.hf.shape import shape_of
+from seqpar.integrations.hf.planning import shape_of
 from seqpar.integrations.hf.trial.twin import WIDTH, _shrink
 
 LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"]

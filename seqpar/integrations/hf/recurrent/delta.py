@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from seqpar.integrations.hf.recurrent.filters import convolved
+from seqpar.integrations.hf.recurrent.shortconv import convolved
 from seqpar.kernels import acc_dtype
 from seqpar.recurrent import linear_attention
 

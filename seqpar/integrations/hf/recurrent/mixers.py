@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,41 +18,38 @@ from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.recurrent.delta import kimi, olmo_hybrid, qwen3_5, qwen3_next
-from seqpar.integrations.hf.recurrent.lightning import lightning
-from seqpar.integrations.hf.recurrent.mamba import mamba, zamba
-from seqpar.integrations.hf.recurrent.mamba2 import falcon_h1, mamba2
-from seqpar.integrations.hf.recurrent.rglru import BLOCK, recurrent_gemma
-from seqpar.integrations.hf.recurrent.shortconv import short_conv
 from seqpar.integrations.hf.registry import implementation
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
 
-# Functions of a mixer, its input [1, T, hidden], and the handle of a plan and a comm; they return what the mixer does.
-MIXERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
-    "MambaMixer": mamba,
-    "FalconMambaMixer": mamba,
-    "JambaMambaMixer": mamba,
-    "ZambaMambaMixer": zamba,
-    BLOCK: recurrent_gemma,
-    "MiniMaxLightningAttention": lightning,
-    "Mamba2Mixer": mamba2,
-    "BambaMixer": mamba2,
-    "GraniteMoeHybridMambaLayer": mamba2,
-    "NemotronHMamba2Mixer": mamba2,
-    "Zamba2MambaMixer": mamba2,
-    "FalconH1Mixer": falcon_h1,
-    "Qwen3NextGatedDeltaNet": qwen3_next,
-    "Qwen3_5GatedDeltaNet": qwen3_5,
-    "Qwen3_5MoeGatedDeltaNet": qwen3_5,
-    "OlmoHybridGatedDeltaNet": olmo_hybrid,
-    "KimiLinearDeltaAttention": kimi,
-    "Lfm2ShortConv": short_conv,
-    "Lfm2MoeShortConv": short_conv,
-    "Lfm3ShortConv": short_conv,
+# The function of each mixer, in a file of this package that is loaded when a model has such a mixer. It takes the
+# mixer, its input [1, T, hidden], and the handle of a plan and a comm, and returns what the mixer does.
+MIXERS = {
+    "MambaMixer": "mamba.mamba",
+    "FalconMambaMixer": "mamba.mamba",
+    "JambaMambaMixer": "mamba.mamba",
+    "ZambaMambaMixer": "mamba.zamba",
+    "RecurrentGemmaRecurrentBlock": "rglru.recurrent_gemma",
+    "MiniMaxLightningAttention": "lightning.lightning",
+    "Mamba2Mixer": "mamba.mamba2",
+    "BambaMixer": "mamba.mamba2",
+    "GraniteMoeHybridMambaLayer": "mamba.mamba2",
+    "NemotronHMamba2Mixer": "mamba.mamba2",
+    "Zamba2MambaMixer": "mamba.mamba2",
+    "FalconH1Mixer": "mamba.falcon_h1",
+    "Qwen3NextGatedDeltaNet": "delta.qwen3_next",
+    "Qwen3_5GatedDeltaNet": "delta.qwen3_5",
+    "Qwen3_5MoeGatedDeltaNet": "delta.qwen3_5",
+    "OlmoHybridGatedDeltaNet": "delta.olmo_hybrid",
+    "KimiLinearDeltaAttention": "delta.kimi",
+    "Lfm2ShortConv": "shortconv.short_conv",
+    "Lfm2MoeShortConv": "shortconv.short_conv",
+    "Lfm3ShortConv": "shortconv.short_conv",
 }
+# Buffers of a MiniMax mixer: rounded powers of its rates.
+TABLES = ("query_decay", "key_decay", "diagonal_decay")
 CACHES = ("cache", "cache_params", "past_key_values")  # the first since transformers 5.24
 
 
@@ -84,7 +83,7 @@ def mixers(model: nn.Module) -> list[nn.Module]:
 
 def begins_at_zero(model: nn.Module) -> bool:
     """Whether mixers of a model begin anew where a position is 0, and nowhere else."""
-    return any(name_of(mixer) == BLOCK for mixer in mixers(model))
+    return any(MIXERS[name_of(mixer)].startswith("rglru.") for mixer in mixers(model))
 
 
 def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
@@ -100,7 +99,13 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
         raise ValueError(
             f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
         )
-    return MIXERS[name_of(mixer)](mixer, hidden_states, SURROUNDING)
+    return _function(name_of(mixer))(mixer, hidden_states, SURROUNDING)
+
+
+@cache
+def _function(kind: str) -> Callable[[nn.Module, Tensor, Tensor], Any]:
+    file, _, name = MIXERS[kind].partition(".")
+    return getattr(import_module(f"seqpar.integrations.hf.recurrent.{file}"), name)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -111,4 +116,15 @@ def as_written(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             own = {name: x.forward for name, x in module.__dict__.items() if isinstance(x, ForwardWrapper)}
             stack.enter_context(replaced(module, own))
+        yield
+
+
+@contextmanager
+def exact_tables(model: nn.Module) -> Iterator[None]:
+    """A context in which the tables of decays of a model of 16 bits, rounded powers of its rates, are in 32 bits."""
+    with ExitStack() as stack:
+        for mixer in model.modules():
+            if name_of(mixer) == "MiniMaxLightningAttention" and mixer.slope_rate.dtype.itemsize == 2:
+                tables = dict(zip(TABLES, mixer.decay_factors(mixer.slope_rate.float()), strict=True))
+                stack.enter_context(replaced(mixer, {"_buffers": mixer._buffers | tables}))
         yield

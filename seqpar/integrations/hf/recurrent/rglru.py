@@ -12,11 +12,10 @@ from torch.nn.functional import softplus
 
 from seqpar.data.batch import Reading, read
 from seqpar.data.rows import MASK, POSITIONS
-from seqpar.integrations.hf.recurrent.filters import convolved
+from seqpar.integrations.hf.recurrent.shortconv import convolved
 from seqpar.kernels import acc_dtype
 from seqpar.recurrent import channel_scan, shift
 
-BLOCK = "RecurrentGemmaRecurrentBlock"
 STEEPEST = 1000.0  # a square root's gradient, where transformers clips it
 
 

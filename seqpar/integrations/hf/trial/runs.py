@@ -33,8 +33,7 @@ from seqpar.integrations.hf.heads import POOLER, LocalHead, pools
 from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, softcapped, tokens_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
-from seqpar.integrations.hf.recurrent.lightning import exact_tables
-from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
+from seqpar.integrations.hf.recurrent.mixers import as_written, exact_tables, mixers
 from seqpar.integrations.hf.rewritten_attention import rewritten_attention
 from seqpar.integrations.hf.trial.weights import check_shown
 from seqpar.ops.core.collective_op import layer_calls
