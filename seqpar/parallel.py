@@ -115,12 +115,17 @@ def parallel(plan: Plan, comm: Comm, *, seed: int | None = None) -> AbstractCont
     RuntimeError at the end of a block that computed something on a comm of several ranks, and used no plan: neither a
     verb, nor attention that was rerouted, nor the forward of a model given to `parallelize`. Not inside ``local()``.
     """
-    return surround(plan, comm, seed=seed, idle=False)
+    return surround(plan, comm, seed=seed, idle=False, met=False)
 
 
 @contextmanager
-def surround(plan: Plan, comm: Comm, *, seed: int | None = None, idle: bool = True) -> Iterator[Surrounding]:
-    """A block of `parallel`; idle: whether nothing in it need use the plan."""
+def surround(
+    plan: Plan, comm: Comm, *, seed: int | None = None, idle: bool = True, met: bool = True
+) -> Iterator[Surrounding]:
+    """A block of `parallel`.
+
+    idle: whether nothing in it need use the plan. met: whether ranks have told each other of it, as of a forward.
+    """
     if not isinstance(plan, Plan) or plan.ranks != getattr(comm, "size", None):
         raise _unfit(plan, comm)
     before = _blocks.get(comm, 0)
@@ -128,7 +133,9 @@ def surround(plan: Plan, comm: Comm, *, seed: int | None = None, idle: bool = Tr
     if not before:
         warn_alone(comm, "parallel", stacklevel=4)
     if comm in _left:
-        if comm.size > 1:  # the same number of blocks on all ranks, so that none is a batch ahead from here on
+        if (
+            comm.size > 1 and not met
+        ):  # the same number of blocks on all ranks, so that none is a batch ahead from here on
             comm.agree(AFTER, {"blocks before": before})
         _left.discard(comm)
     around = Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed)

@@ -190,7 +190,7 @@ class CommBase(Generic[C]):
             )
 
     def next_call(self) -> int:
-        """The number of the verb that starts now."""
+        """The number of a verb on which ranks have agreed."""
         return next(self._calls)
 
     def _counter(self, kind: str) -> Iterator[int]:

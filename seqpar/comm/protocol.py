@@ -188,7 +188,10 @@ class Comm(Protocol):
         ...
 
     def next_call(self) -> int:
-        """The number of the verb that starts now: local, and equal on all ranks that run the same verbs in order."""
+        """The number of a verb on which ranks have agreed: local, and equal on all ranks that run the same verbs.
+
+        A verb that is refused has none, since ranks may be refused in different calls.
+        """
         ...
 
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:

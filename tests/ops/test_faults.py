@@ -265,6 +265,20 @@ def test_a_rank_that_gathers_where_others_agree_is_named_with_both_calls(how, ca
         assert "agreement on" in text
 
 
+def differ_once(comm: Comm) -> None:
+    """Ranks are refused in different calls, of which one alone is a verb; the next call is right on all."""
+    plan = plan_for(comm.size)
+    with pytest.raises(ValueError, match="ranks differ in the call"):
+        comm.agree("a forward", {}) if comm.rank == 1 else call(comm, plan)
+    with pytest.raises(ValueError, match="fetch: "):
+        comm.agree("a forward", {}) if comm.rank == 1 else seqpar.fetch(torch.zeros(1), plan, comm)
+    call(comm, plan)
+
+
+def test_calls_meet_after_ranks_were_refused_in_different_ones() -> None:
+    run_threads(3, differ_once)
+
+
 def leaves_early(comm: Comm, verb: str) -> str:
     """A rank that fails between two verbs; the others are in the second."""
     plan = plan_for(comm.size)

@@ -112,7 +112,7 @@ class Rerouting(TorchFunctionMode):
     def __enter__(self) -> Rerouting:
         if self.surroundings is not None:
             raise RuntimeError("sdpa: this block is entered already; enter a new one to nest them")
-        self.surroundings = nullcontext() if under_trial() else surround(self.plan, self.comm)
+        self.surroundings = nullcontext() if under_trial() else surround(self.plan, self.comm, met=not self.tries)
         self.calls, self.outside = self.first, under_way()
         self.models = ModelsInside(self.plan, self.comm, self._alike, sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()

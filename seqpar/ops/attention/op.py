@@ -65,7 +65,6 @@ def _agreed(
     """The call with these arguments. A collective; raises as `attention`, on every rank."""
     layer_calls.begun += 1
     check_comm("attention", comm)
-    number = comm.next_call()
     with agreement("attention", comm) as agreed:
         check_dense("attention", (q, k, v, sinks, slopes))
         check_tensors(q, k, v, sinks, slopes, plan, comm)
@@ -78,6 +77,7 @@ def _agreed(
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
+    number = comm.next_call()
     # a comm and its subs share stats; numbers as text, since Python's hashes of -1 and -2 are the same
     stamp = hash((recipe.stamp, str(seed), id(comm.stats), comm.rank))
     check_repetition("attention", comm, stamp)

@@ -91,7 +91,6 @@ class errors_on_all_ranks:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not torch.compiler.is_compiling():
             check_comm(self.what, self.comm)
-            self.comm.next_call()
             with agreement(self.what, self.comm):
                 raise error
 

@@ -66,7 +66,6 @@ def _run(
         moves, comm, tag = record.moves.transposed(), record.comm, record.way_back()
         return move_rows(xs, comm, moves, tag), (), MoveRecord(comm, tag, moves)
     plan, comm = plan_and_comm("fetch", values)
-    number = comm.next_call()
     with agreement("fetch", comm) as call:
         check_dense("fetch", xs)
         check_plan("fetch", plan, comm)
@@ -80,7 +79,7 @@ def _run(
         key = "fetch", tuple([(x.dtype, x.device.type, x.shape[1:]) for x in xs]), tuple(grads)
         call.facts, call.digest = plan.memo(key, lambda: _facts(plan, xs, grads))
     check_repetition("fetch", comm, plan, "plan")
-    tag = Tag(call.digest, number, 0, 0, "fetch (forward)")
+    tag = Tag(call.digest, comm.next_call(), 0, 0, "fetch (forward)")
     return move_rows(xs, comm, moves, tag), (), MoveRecord(comm, tag, moves)
 
 

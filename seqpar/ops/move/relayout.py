@@ -285,7 +285,6 @@ def _relayout(
         record = values[0]
         return _moved(tensors[0], record.comm, record.moves.transposed(), record.way_back())
     (x,), (src, dst, comm) = tensors, checked_values(values, Layout, Layout)
-    number = comm.next_call()
     with agreement("relayout", comm) as call:
         _check_layouts(x, comm, src, dst)
         # by its digest: two layouts that refer to each other are only freed by garbage collection
@@ -296,7 +295,7 @@ def _relayout(
             key = "relayout", dst.digest(), x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = src.memo(key, lambda: digest_of_call("relayout", call.facts))
     check_repetition("relayout", comm, (src, dst), "layout")
-    return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "relayout (forward)"))
+    return _moved(x, comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "relayout (forward)"))
 
 
 def _unshard(
@@ -304,7 +303,6 @@ def _unshard(
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
     """The result and the record of the move. values: plan and comm. dim: of the rows in the verb's x."""
     (x,), (plan, comm) = tensors, checked_values(values, Plan)
-    number = comm.next_call()
     with agreement("unshard", comm) as call:
         moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(plan, side, comm))
         _check_rows(rows, moves, comm)
@@ -313,7 +311,7 @@ def _unshard(
             key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))
     check_repetition("unshard", comm, (plan, side, dim), "plan")
-    return _moved(x, comm, moves, Tag(call.digest, number, 0, 0, "unshard (forward)"))
+    return _moved(x, comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "unshard (forward)"))
 
 
 def _check_rows(rows: int, moves: Moves, comm: Comm) -> None:

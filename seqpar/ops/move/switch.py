@@ -144,13 +144,12 @@ def _agreed(
     concat: Sequence[int], grads: Sequence[bool],
 ) -> Tag:  # fmt: skip
     """The tag of a call that all ranks make alike."""
-    number = comm.next_call()
     with agreement("switch", comm) as call:
         kinds = tuple([(x.shape, x.dtype, x.device.type) for x in xs])
         sides = tuple(split_dims), tuple(concat_dims), tuple(split), tuple(concat)
         call.facts, call.digest = _facts(kinds, *sides, tuple(grads))
     check_repetition("switch", comm, sides, "pair of dims")
-    return Tag(call.digest, number, 0, 0, "switch (forward)")
+    return Tag(call.digest, comm.next_call(), 0, 0, "switch (forward)")
 
 
 @lru_cache(maxsize=4096)

@@ -69,7 +69,7 @@ def computed(
     ask(plan, comm, threads): the checks of a verb, which raise on all ranks, with the most threads that a rank has.
     """
     plan, comm = plan_and_comm(name, values)
-    number, threads = comm.next_call(), most_threads(name, comm)
+    threads = most_threads(name, comm)
     with agreement(name, comm) as agreed:
         check_dense(name, tensors)
         asked = ask(plan, comm, threads)
@@ -94,13 +94,13 @@ def computed(
     stamp = hash((plan, str(asked.scale), asked.normalize, asked.kernel.name, way, id(comm.stats), comm.rank))
     check_repetition(name, comm, stamp, "plan, scale or travel")
     side, passed, relaid = tables_of(plan, comm.rank, travel, asked.layer, asked.kernel, v.device)
-    tag = Tag(agreed.digest, number, 0, 0, name)
+    tag = Tag(agreed.digest, comm.next_call(), 0, 0, name)
     call = LinearCall(
         comm, tag, side, passed, relaid, asked.kernel, asked.scale, asked.normalize, bool(return_state), asked.channels,
         True in grads, stamp=stamp,
     )  # fmt: skip
     saved = list(tensors)
-    with abort_on_error(comm, f"{name}, call {number}"), no_autocast(v.device.type), torch.no_grad():
+    with abort_on_error(comm, f"{name}, call {tag.call}"), no_autocast(v.device.type), torch.no_grad():
         if relaid is not None:
             saved[:5] = relaid.there(saved[:5], comm, tag)
         out, states, kept = _module_of(call).forward(call, call.inputs(saved), tag)

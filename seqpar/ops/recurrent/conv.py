@@ -150,7 +150,6 @@ def _conv(
     tensors: Sequence[Any], values: Sequence[Any], activation: str | None, travel: str, grads: Sequence[bool]
 ) -> tuple[list[Tensor], Tensors, ConvCall]:
     (x, weight, bias), (plan, comm) = tensors, plan_and_comm("causal_conv1d", values)
-    number = comm.next_call()
     with agreement("causal_conv1d", comm) as call:
         check_dense("causal_conv1d", tensors)
         check_rows("causal_conv1d", x, plan, comm)
@@ -172,7 +171,7 @@ def _conv(
     stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
     check_repetition("causal_conv1d", comm, stamp, "plan, activation or travel")
     rows, laid, relaid = tables_of(plan, comm.rank, reach, size, travel)
-    tag = Tag(call.digest, number, 0, 0, "causal_conv1d")
+    tag = Tag(call.digest, comm.next_call(), 0, 0, "causal_conv1d")
     record = ConvCall(comm, tag, rows, laid, relaid, activation, stamp=stamp)
     with no_autocast(x.device.type):
         x = x.detach() if relaid is None else relaid.there([x.detach()], comm, tag)[0]

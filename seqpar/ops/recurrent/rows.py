@@ -188,7 +188,6 @@ def _neighbours(
         record = values[0]
         return _moved(tensors[0], record.rows, not record.transposed, record.comm, record.way_back())
     (x,), (plan, comm) = tensors, plan_and_comm(what, values)
-    number = comm.next_call()
     with agreement(what, comm) as call:
         check_dense(what, tensors)
         check_rows(what, x, plan, comm)
@@ -211,7 +210,7 @@ def _neighbours(
             key = what, reach, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call(what, call.facts))
     check_repetition(what, comm, (plan, reach), "plan")
-    return _moved(x, row_map, False, comm, Tag(call.digest, number, 0, 0, f"{what} (forward)"))
+    return _moved(x, row_map, False, comm, Tag(call.digest, comm.next_call(), 0, 0, f"{what} (forward)"))
 
 
 def check_rows(what: str, x: object, plan: Plan, comm: Comm) -> None:

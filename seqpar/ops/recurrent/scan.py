@@ -84,7 +84,6 @@ def _scan(
     tensors: Sequence[Any], values: Sequence[Any], travel: str, grads: Sequence[bool]
 ) -> tuple[list[Tensor], Tensors, ScanCall]:
     (states, maps), (plan, comm) = tensors, plan_and_comm("state_scan", values)
-    number = comm.next_call()
     with agreement("state_scan", comm) as call:
         check_dense("state_scan", tensors)
         layer = _checked(states, maps, plan, comm, travel)
@@ -99,10 +98,10 @@ def _scan(
             call.digest = plan.memo(key, lambda: digest_of_call("state_scan", call.facts))
     stamp = hash((plan, way[:2], id(comm.stats), comm.rank))
     check_repetition("state_scan", comm, stamp, "plan or travel")
-    tag = Tag(call.digest, number, 0, 0, "state_scan")
+    tag = Tag(call.digest, comm.next_call(), 0, 0, "state_scan")
     record = ScanCall(comm, tag, passing(plan, comm.rank, way), stamp=stamp)
     wide = [x.to(acc_dtype(states.dtype)) for x in tensors]
-    with abort_on_error(comm, f"state_scan, call {number}"), no_autocast(states.device.type):
+    with abort_on_error(comm, f"state_scan, call {tag.call}"), no_autocast(states.device.type):
         kept = record.passing.forward(*wide, comm, tag)
     return kept[:1], [states, maps, *kept], record
 

@@ -942,6 +942,31 @@ def test_a_rank_that_goes_on_after_an_error_of_its_own_meets_nobody_in_the_middl
         assert "wrong" not in zero + one and zero.count("right") == one.count("right") == 1
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_an_error_at_the_end_of_one_ranks_forward_leaves_later_forwards_right(training: bool) -> None:
+    class Fails(nn.Module):
+        on: int | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+            if self.on == 1:
+                raise MemoryError("no room for the logits")
+            return out
+
+    def rank(comm: Comm) -> None:
+        model, plan = Fails().train(training), Plan(Mask([8]), Layout.contiguous(8, 2))
+        parallelize(model, comm, plan=plan)
+        x = torch.ones(1, 4, 2, 4)
+        for batch in range(4):
+            model.on = comm.rank if batch == 1 else None
+            fails = (batch, comm.rank) == (1, 1)
+            with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+                assert torch.equal(model(x), x)
+
+    run_threads(2, rank)
+
+
 def test_a_mask_that_one_rank_refuses_raises_on_all() -> None:
     plan = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 2))
 
