@@ -136,7 +136,7 @@ ORDER = {
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         preference
         recurrent/protocol recurrent/reference recurrent/chunked recurrent/steps recurrent/native
-        recurrent/vendor/trial recurrent/vendor/fla recurrent/vendor
+        recurrent/fla
         recurrent __init__
     """,
 }

@@ -18,7 +18,7 @@ from bench.gpu.machine import Machine
 from bench.gpu.rows import Case, Row
 from bench.gpu.speed import rate
 from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentKernel, RecurrentSpec
-from seqpar.kernels.recurrent.vendor.trial import fault
+from seqpar.kernels.recurrent.fla import fault
 
 TIMED = ("chunked", "fla")
 DTYPE = torch.bfloat16

@@ -22,17 +22,9 @@ class Blockwise(Kernel):
 
     name = "blockwise"
 
-    def missing(self) -> str | None:
-        """Nothing."""
-        return None
-
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
-
-    def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """None: sums are kept in the accumulation dtype."""
-        return None
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""

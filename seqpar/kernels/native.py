@@ -44,10 +44,6 @@ class Native(Kernel):
             return f"native has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return native.lacks("attention_has_until") if spec.until else native.missing()
 
-    def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """None: sums are kept in float32."""
-        return None
-
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
         native.ops().attention_forward(*self._call(x), into.acc, into.lse, into.out, into.first, self.isa)

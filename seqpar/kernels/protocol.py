@@ -178,7 +178,7 @@ class Kernel(Protocol):
 
     def missing(self) -> str | None:
         """What this machine lacks to run the kernel at all; None if it can run."""
-        ...
+        return None
 
     def refuses(self, spec: CallSpec) -> str | None:
         """Why this kernel cannot compute the call, naming dtype, device or option; None if it can."""
@@ -186,7 +186,7 @@ class Kernel(Protocol):
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
         """What the kernel rounds beside its results, so that "auto" needs `CallSpec.fast`; None if nothing."""
-        ...
+        return None
 
     def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:
         """The device data of a step that its launches look up in the step's memory, by key, if it can be made ahead.

@@ -1,11 +1,11 @@
 """Kernels of recurrences: linear attention, delta rules and state spaces over runs of rows."""
 
 from seqpar.kernels.recurrent.chunked import Chunked
+from seqpar.kernels.recurrent.fla import FlashLinear
 from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec
 from seqpar.kernels.recurrent.reference import TokenByToken
 from seqpar.kernels.recurrent.steps import Steps
-from seqpar.kernels.recurrent.vendor import FlashLinear
 
 KERNELS: dict[str, RecurrentKernel] = {
     kernel.name: kernel for kernel in (NativeChunks(), FlashLinear(), Chunked(), TokenByToken())

@@ -27,7 +27,7 @@ from torch import Tensor
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence
 
 ROWS = 64  # of a chunk, at most
 LEAST = 16  # rows of a chunk, at least
@@ -139,10 +139,6 @@ class Chunked(Recomputed):
 
     name = "chunked"
     casts = True
-
-    def refuses(self, spec: RecurrentSpec) -> str | None:
-        """None: it computes all calls."""
-        return None
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Tables:
         """The chunks of all runs and of exported ones."""

@@ -105,6 +105,10 @@ class Recomputed:
     keeps = 0
     compute: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
+    def refuses(self, spec: RecurrentSpec) -> str | None:
+        """See `RecurrentKernel`. None: it computes all calls."""
+        return None
+
     def keep(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """See `RecurrentKernel`."""
         return *self.compute(prepared, entering), ()

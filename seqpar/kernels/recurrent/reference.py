@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
-from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence
 
 
 class TokenByToken(Recomputed):
@@ -17,10 +17,6 @@ class TokenByToken(Recomputed):
 
     name = "reference"
     casts = True
-
-    def refuses(self, spec: RecurrentSpec) -> str | None:
-        """None: it computes all calls."""
-        return None
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> tuple[list[int], list[int]]:
         """The first row of each run, and the exported runs."""

@@ -18,9 +18,9 @@ import seqpar
 from seqpar import recurrent
 from seqpar.comm import LocalComm
 from seqpar.facts.mask import Mask
-from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentSpec, choose
+from seqpar.kernels.recurrent import KERNELS, Recurrence, RecurrentSpec, choose, fla
+from seqpar.kernels.recurrent.fla import FlashLinear
 from seqpar.kernels.recurrent.reference import TokenByToken
-from seqpar.kernels.recurrent.vendor import FlashLinear, fla
 from seqpar.kernels.vendor import library
 from seqpar.plan import Plan
 from seqpar.testing import dense_linear_attention, relative_rms
