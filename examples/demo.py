@@ -610,10 +610,7 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
         )
         gaps = [p.forecast.gap for p in plans if p.forecast is not None]
         if gaps:
-            report.line(
-                f"plans: predicted {np.median(gaps):.1%} above a bound that no plan beats "
-                f"on {args.machine.name} (median)"
-            )
+            report.line(f"plans: predicted {np.median(gaps):.1%} above a lower bound on {args.machine.name} (median)")
         report.line(f"loss: {rows[0].sharded:.4f} at the first step, {rows[-1].sharded:.4f} at the last")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         seconds = [seconds for seconds, _ in ranks]

@@ -151,25 +151,28 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     steps = record("cpu.json")
     speed, one = steps["speed"], steps["median_seconds"]["one_rank"]
     named = ("1 process, 2 threads, torch flash", *(name for name in speed if name.startswith("2 processes")))
-    yield "cpu.json", "a causal step over 2", [f"{speed[name]:.2f}" for name in named]
-    yield "cpu.json", "what one rank pays", [f"{1e3 * one[k]:.2f}" for k in ("attention, one rank", "kernel alone")]
+    yield "cpu.json", "speed of a causal step", [f"{speed[name]:.2f}" for name in named]
+    yield "cpu.json", "call overhead", [f"{1e3 * one[k]:.2f}" for k in ("attention, one rank", "kernel alone")]
     planning = steps["median_seconds"]["planning"]
     kinds = [max(s for name, s in planning.items() if name.startswith(k)) for k in ("contiguous", "zigzag")]
     kinds.append(planning["striped, rank 0"])
-    yield "cpu.json", "all that one rank of 64", [f"{1e3 * seconds:.0f}" for seconds in kinds]
+    yield "cpu.json", "deriving everything", [f"{1e3 * seconds:.0f}" for seconds in kinds]
     for name in ("", "_intel", "_avx512", "_avx2"):
         yield f"cpu_attention{name}.json", "attention in one process", of_attention(f"cpu_attention{name}.json")
-    yield "cpu_attention.json", "the same as a share", of_attention("cpu_attention.json", of_peak=True)
-    for name, begins in (("recurrent.json", "a step of a recurrence"), ("recurrent_avx2.json", "the same where")):
+    yield "cpu_attention.json", "the same as a fraction", of_attention("cpu_attention.json", of_peak=True)
+    for name, begins in (
+        ("recurrent.json", "a step of a recurrence"),
+        ("recurrent_avx2.json", "the same on a processor"),
+    ):
         recurrences = [row for row in record(name)["rows"] if row["direction"] == "step"]
         ratio = {row["fallback"]: row["ratio"] for row in recurrences if "ratio" in row}
         shares = ends(row["of_products"] for row in recurrences)
         yield name, begins, [*(f"{ratio[n]:.2f}" for n in ("qwen3_next", "mamba2")), shares]
     passed = [row["ratios"] for row in record("states.json")["rows"] if row["ranks"] == 4]  # loopback, then held
     both = [(f"{row['ulysses, exchanging'][0]:.1f}", f"{row['ulysses, seconds'][0]:.2f}") for row in passed]
-    yield "states.json", "states that pass", [x for at in (0, 2) for pair in zip(both[at], both[at + 1]) for x in pair]
+    yield "states.json", "passing states", [x for at in (0, 2) for pair in zip(both[at], both[at + 1]) for x in pair]
     over = record("comm.json")["over_gloo"]
-    yield "comm.json", "`ShmComm` beside gloo", [f"{over[k]:.1f}" for k in ("ring", "all-to-all")]
+    yield "comm.json", "bandwidth of `ShmComm`", [f"{over[k]:.1f}" for k in ("ring", "all-to-all")]
     yield "copies.json", "packing and unpacking", [ends(row["ratio"] for row in record("copies.json")["rows"])]
     growing = {row["ranks"]: row for row in record("sequence.json")["growing"]}
     fitting = [f"{row['tokens']:,}" for row in record("sequence.json")["fitting"]]
@@ -204,7 +207,7 @@ def figures() -> Iterator[tuple[str, str, list[str]]]:
     planned = record("planned.json")["ranks"].values()
     beside = [ends(cell["ratio"] for cell in each["beside_best"].values()) for each in planned]
     faster = ends((each["speedup_over_worst"] for each in planned), 1)
-    yield "planned.json", "measured: the plan", [*beside, faster]
+    yield "planned.json", "measured time of the plan", [*beside, faster]
     means: dict[int, list[float]] = {}
     for row in record("simulate.json")["rows"]:
         if row["policy"] == "seqpar" and row["hardware"] == "h100" and not row["variant"]:
@@ -252,12 +255,15 @@ def figures_of_a_gpu() -> Iterator[tuple[str, list[str]]]:
     yield "a window of 4,096", [f"{by_kernel[each]:.0f}" for each in both]
     taxes = {(row["case"], row["mode"]): row["ratio"] for row in found if row["slice"] == "ring"}
     ways = ("ring, 8 ranks", "fetch, 8 ranks", "fetch, 8 ranks, stages of 256 MiB")
-    yield "what 8 ranks", [f"{taxes[f'zigzag, {way}', mode]:.2f}" for way in ways for mode in ("forward", "backward")]
+    yield (
+        "the kernels of 8 ranks",
+        [f"{taxes[f'zigzag, {way}', mode]:.2f}" for way in ways for mode in ("forward", "backward")],
+    )
     steps = {row["case"]: row["ratio"] for row in found if row["slice"] == "step" and row["mode"] != "forward"}
     cases = (("ring, exact", 65536), ("fetch, exact", 65536), ("Ulysses, exact", 65536), ("ring, fast", 65536))
     shares = [steps[f"{how}, causal {n}, 32/8 heads of 128, bf16"] for how, n in (*cases, ("ring, exact", 16384))]
     yield "whole calls", [f"{share:.2f}" for share in shares]
-    yield "tiles that", [f"{ratio:.2f}" for ratio in of_tiles(found)]
+    yield "speed-up of the tiles", [f"{ratio:.2f}" for ratio in of_tiles(found)]
     models = [row["ratio"] for row in found if row["slice"] == "model"]
     yield "a step of a Qwen3", [f"{ratio:.2f}" for ratio in models]
     yield "kernels that move", [ends(row["ratio"] for row in found if row["slice"] == "small")]

@@ -143,7 +143,7 @@ class Parallelized(ParallelModel):
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         if backward_pass() >= 0:
-            raise RuntimeError(f"{type(model).__name__} is recomputed as a whole; checkpoint each stage by itself")
+            raise RuntimeError(f"{type(model).__name__} is recomputed as a whole; checkpoint each stage separately")
         seen: SeenModel = getattr(model, SEEN)
         named = list(model.named_modules())
         caches = with_cache(named)
@@ -284,7 +284,7 @@ class Parallelized(ParallelModel):
         if not stack or backward_pass() >= 0:
             raise RuntimeError(
                 f"{name} is called outside a forward of its {self.spec.model}; call the whole model, and checkpoint "
-                "each stage by itself"
+                "each stage separately"
             )
         return stack[-1]
 
@@ -309,7 +309,7 @@ class Parallelized(ParallelModel):
             if noted is None:
                 raise RuntimeError(
                     f"{name} is recomputed from an input that is not the memory of the first time; checkpoint each "
-                    "stage by itself, without moving its input elsewhere, and call backward before another parallelize"
+                    "stage separately, without moving its input elsewhere, and call backward before another parallelize"
                 )
             noted.again = True
             return noted.run  # type: ignore[no-any-return]

@@ -219,9 +219,9 @@ class Costs:
         """Seconds of a stage under a sharding, for each mode in which it can run."""
         part, inside = self.largest[sharding], self.held in stage.whole
         attention = self.attention_seconds(stage)
-        linear, beside = part * self.linear_seconds(stage), part * attention
+        linear, attending = part * self.linear_seconds(stage), part * attention
         if not inside and sharding not in stage.whole:
-            return {"copies" if sharding is None else "local": linear + beside}
+            return {"copies" if sharding is None else "local": linear + attending}
         ranks = self.core if inside else self.groups
         if not stage.heads or (inside and sharding in stage.whole):
             return {}
@@ -237,7 +237,7 @@ class Costs:
             to_heads = 0.0
         seconds = {"ulysses": linear + heads + to_heads}
         if stage.ring:
-            seconds["ring"] = linear + self._ring(stage, ranks, beside, common, inside=inside)
+            seconds["ring"] = linear + self._ring(stage, ranks, attending, common, inside=inside)
         return seconds
 
     def _ring(self, stage: Stage, ranks: int, attention: float, common: float, *, inside: bool) -> float:
@@ -270,7 +270,7 @@ class Costs:
         return moved[:, :, None] + inside[None, :, None] + moved[None]  # type: ignore[no-any-return]
 
     def memory(self, stage: Stage, sharding: Sharding) -> float:
-        """Bytes that the fullest rank keeps for backward."""
+        """Bytes that the most loaded rank keeps for backward."""
         return self.largest[sharding] * stage.memory
 
     def linear_seconds(self, stage: Stage) -> float:

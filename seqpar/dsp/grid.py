@@ -125,7 +125,7 @@ def attention_plan(
     """The plan of full attention over the dimensions in `whole`, for rows of a form in their order.
 
     A document is one element of all other dimensions. sharded: the dimension that the ranks shard; None
-    plans for one rank. ulysses: all ranks trade tokens for heads; otherwise keys are fetched.
+    plans for one rank. ulysses: all ranks exchange tokens for heads; otherwise keys are fetched.
     """
     sizes = tuple((name, space.dims[name]) for name in form_of(form).names if name in space.dims)
     names = [name for name, _ in sizes]

@@ -218,7 +218,7 @@ def _plan(size: int, ranks: int) -> Plan:
 
 
 class _SplitReplicated(torch.autograd.Function):
-    """A slice of a whole tensor. Its gradient is gathered, so that every rank has that of the whole."""
+    """A slice of a whole tensor. Its gradient is gathered, so that every rank has the gradient of the whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, whole: Tensor, plan: Plan, comm: Comm, at: int) -> Tensor:

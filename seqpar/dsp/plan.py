@@ -34,8 +34,8 @@ class StagePlan:
     """How every stage runs, and its cost.
 
     start, end: the shardings before the first stage and after the last. seconds: modelled, of a training step or of a
-    forward. memory: bytes that the fullest rank keeps for backward. gathers: a grid's groups gather the held dimension
-    at the end. The grid is that of the costs.
+    forward. memory: bytes that the most loaded rank keeps for backward. gathers: a grid's groups gather the held
+    dimension at the end. `costs` has the grid.
     """
 
     stages: tuple[Stage, ...]
@@ -91,8 +91,8 @@ class StagePlan:
             by = f" by way of {choice.before or unsharded}" if stage.rest is not None else ""
             waste = costs.largest[choice.sharding] * costs.ranks
             lines.append(
-                f"  {stage.name}: {choice.sharding or unsharded}{by}, {choice.mode}; the fullest rank has "
-                f"{waste:.3g} of the mean"
+                f"  {stage.name}: {choice.sharding or unsharded}{by}, {choice.mode}; the most loaded rank "
+                f"has {waste:.3g}x the average"
             )
         return "\n".join([*lines, f"  end: {'whole' if self.gathers else self.end or unsharded}"])
 

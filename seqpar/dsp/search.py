@@ -23,7 +23,7 @@ from seqpar.dsp.space import Sharding
 
 
 class Route(NamedTuple):
-    """A way through all stages. memory: bytes that the fullest rank keeps."""
+    """A way through all stages. memory: bytes that the most loaded rank keeps."""
 
     seconds: float
     memory: float

@@ -90,8 +90,8 @@ class Block:
                 raise ValueError(f'"{text}" lacks {sorted(missing)}, along which {self.modules} would gather it')
         if not self.stream or self.attention != bool(self.heads and self.kv_heads) or (self.attention and self.core):
             raise ValueError(
-                f"a block needs a stream, heads and kv_heads exactly if it has attention, and no core besides; "
-                f"got {self}"
+                "a block needs a stream; with attention it needs heads and kv_heads and takes no core, without it "
+                f"neither heads nor kv_heads; got {self}"
             )
 
 

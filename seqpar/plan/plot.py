@@ -203,7 +203,7 @@ def loads(axis: Any, plan: Derived) -> None:
     both: tuple[tuple[str, Any, str], ...] = (("area", load.area, "#2563a8"), ("rows", load.rows, "#e07b28"))
     for name, values, colour in both:
         if values.mean():
-            label = f"{name}, largest {values.max() / values.mean():.3f} of the mean"
+            label = f"{name}, largest {values.max() / values.mean():.3f}x the mean"
             axis.stairs(
                 values / values.mean(),
                 edges,
@@ -217,12 +217,12 @@ def loads(axis: Any, plan: Derived) -> None:
     axis.set_ylim(min(low, 0.95), max(high, 1.05))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(axis="y", color=EDGE, linewidth=0.6)
-    axis.set(title="Rows and attended pairs", xlabel="rank", ylabel="of the mean")
+    axis.set(title="Rows and attended pairs", xlabel="rank", ylabel="relative to the mean")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, fontsize=8.5)
 
 
 def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
-    """Predicted seconds of every rank by activity, and as a line the bound that no plan beats."""
+    """Predicted seconds of every rank by activity, and a lower bound as a line."""
     axis.set(title="Predicted step", xlabel="rank", ylabel="seconds")
     edges, phases = np.arange(plan.ranks + 1) - 0.5, forecast.phases
     below = np.zeros(plan.ranks)
@@ -233,7 +233,7 @@ def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
         below = above
     for edge in edges[1:-1] if plan.ranks <= BLOCKS else ():
         axis.axvline(edge, color=axis.get_facecolor(), linewidth=0.8)
-    axis.axhline(forecast.least, color="#b3261e", linestyle="--", linewidth=1.4, label="bound: no plan beats it")
+    axis.axhline(forecast.least, color="#b3261e", linestyle="--", linewidth=1.4, label="lower bound")
     axis.margins(x=0)
     axis.set_ylim(0, 1.06 * max(float(below.max()), forecast.least))
     axis.xaxis.get_major_locator().set_params(integer=True)

@@ -25,7 +25,7 @@ class Prediction(Protocol):
 
     @property
     def least(self) -> float:
-        """Seconds that no plan beats."""
+        """A lower bound on the seconds of any plan."""
 
     @property
     def what(self) -> str:

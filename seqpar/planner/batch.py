@@ -80,7 +80,7 @@ def plan_batch(
     layer and before the head, as under FSDP; False if only the step's end is common, as under DDP. Without token_slack
     it changes nothing.
 
-    ``plan.forecast`` has the predicted seconds of every rank, the bound that no plan beats, and the gap between them.
+    ``plan.forecast`` has the predicted seconds of every rank, a lower bound for any plan, and the gap between them.
 
     Raises: ValueError for lengths that `Mask` refuses, for masks of other lengths, and for a batch that does not fit,
     naming the number of ranks that would do. NotImplementedError for 2**31 tokens or more, which kernels cannot number.

@@ -1,4 +1,4 @@
-"""Lower bounds on the ticks of a step, which no plan beats under the cost model of `cost`."""
+"""Lower bounds on the ticks of a step of any plan under the cost model of `cost`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def least(self) -> float:
-        """Seconds that no plan of this batch beats on these ranks, under this cost model."""
+        """A lower bound on the seconds of any plan of this batch on these ranks, under this cost model."""
         return self.bound * self.second
 
     @property
@@ -65,7 +65,7 @@ class Forecast:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rank with most rows, beside the model's state."""
+        """Bytes of the rank with most rows, without the model's state."""
         return self.memory.bytes(int(self.rows.max()))
 
     @property
@@ -111,24 +111,24 @@ class Forecast:
         transfers = self.gap - self.imbalance
         return (
             f"predicted for {self.what}: {_seconds(self.seconds)} a step\n"
-            f"  gap {self.gap:.2%} above the {_seconds(self.least)} that no plan beats: "
+            f"  gap {self.gap:.2%} above the lower bound of {_seconds(self.least)}: "
             f"{self.imbalance:.2%} imbalance, {transfers:.2%} exposed transfers\n"
             f"  slowest rank {slowest}: {own}\n"
             f"  mean of the ranks: {parts}\n"
-            f"  memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB beside the model's state\n"
+            f"  memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB, without the model's state\n"
             f"  {self.figures}"
         )
 
     @property
     def figures(self) -> str:
-        """The kernel and the links whose figures these are, and which of them nobody measured."""
+        """The kernel and the links that the forecast is for, and figures that are assumptions."""
         link, machine = self.hardware.inside, self.hardware
         kernel = f"kernel {machine.kernel}" if machine.kernel else "kernel unknown"
         over = "" if link.channels is None else f" over {link.channels} NCCL channels"
         guesses = [machine.assumed] * bool(machine.assumed)
         if self.model.recurrent is not None:
             guesses.append("recurrences at the rate of linear layers")
-        assumed = f"; not measured by anybody: {', '.join(guesses)}" if guesses else ""
+        assumed = f"; unmeasured assumptions: {', '.join(guesses)}" if guesses else ""
         return f"{kernel}; one peer of a node{over} {link.alone / 1e9:.4g} of {link.bandwidth / 1e9:.4g} GB/s{assumed}"
 
 

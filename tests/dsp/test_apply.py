@@ -395,8 +395,8 @@ ONE = r"expected a list of tensors, got one of shape \[3, 4, 2\]; give \[x\], an
         (lambda: Block("a", {}), "a block needs a stream"),
         (lambda: Block("a", {"x": "b b"}), "is not a form"),
         (lambda: Block("a", {"x": "b"}, gathers={"p": ("b c", ("d",))}), r"lacks \['d'\]"),
-        (lambda: Block("a", {"x": "b"}, attention=True), "heads and kv_heads exactly if it has attention"),
-        (lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "heads and kv_heads exactly if it has attention"),
+        (lambda: Block("a", {"x": "b"}, attention=True), "with attention it needs heads and kv_heads"),
+        (lambda: Block("a", {"x": "b"}, heads=2, kv_heads=2), "with attention it needs heads and kv_heads"),
     ],
 )
 def test_arguments_by_hand_that_do_not_fit(call, words) -> None:

@@ -95,7 +95,7 @@ def test_a_forecast_names_the_kernel_and_the_channels_and_what_nobody_measured(n
         assert f"kernel {machine.kernel}; one peer of a node" in line and line in plan.describe()
         assert facts["kernel"] == machine.kernel and facts["channels"] == (channels if on_gpus else None)
         assert (f"over {channels} NCCL channels" in line) == on_gpus
-        assert (f"not measured by anybody: {machine.assumed}" in line) == on_gpus
+        assert (f"unmeasured assumptions: {machine.assumed}" in line) == on_gpus
     assert "hop inside a node" in machine.assumed or not on_gpus
 
 

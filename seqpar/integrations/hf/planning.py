@@ -1,7 +1,7 @@
 """Plans for a transformers model: a document is only spread over ranks if that gains enough time.
 
 Spreading has costs outside a plan's forecast: the host plans the batch, rows move to other ranks, and keys follow them
-in every layer. Its gain is at most the slowest rank's time with its own documents, less the bound that no plan beats:
+in every layer. Its gain is at most the slowest rank's time with its own documents, less the lower bound for any plan:
 seconds for long documents, microseconds for short ones.
 """
 
