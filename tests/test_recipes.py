@@ -1,0 +1,34 @@
+"""Every recipe at its small size trains on two ranks as on one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.programs import Programs
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.py"))
+NEEDS = {"latte_dsp": "diffusers", "wan": "diffusers", "llama_trainer": "accelerate"}
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", printed, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.stem)
+def test_its_losses_are_those_of_one_rank(script: Path, programs: Programs, tmp_path: Path) -> None:
+    if script.stem in NEEDS:
+        pytest.importorskip(NEEDS[script.stem])
+    alone, shared = (losses(programs.ranks(n, script, tmp_path / str(n), "--small")[0]) for n in (1, 2))
+    assert len(alone) == len(set(alone)) == 3
+    assert shared == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_page_lists_every_recipe() -> None:
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [path.name for path in RECIPES]
+    for path in RECIPES:
+        assert re.search(rf"^    torchrun .*examples/recipes/{path.name} --small", path.read_text(), re.MULTILINE)
