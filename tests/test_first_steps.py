@@ -46,10 +46,8 @@ def test_it_installs_an_extra_that_exists() -> None:
     assert asked and all(f"\n{extra} = [" in extras for extra in asked)
 
 
-def test_a_mean_over_rows_of_a_rank_is_as_many_times_too_large_as_there_are_ranks(
-    programs: Programs, tmp_path: Path
-) -> None:
-    assert "about as many times too large as there are ranks" in PAGE
+def test_a_mean_over_rows_of_a_rank_is_too_large_by_the_number_of_ranks(programs: Programs, tmp_path: Path) -> None:
+    assert "too large by about a factor of `comm.size`" in PAGE
     script = tmp_path / "sharded.py"
     script.write_text(
         SHARDED.replace("cross_entropy(logits, labels, valid=lengths[0])", "F.cross_entropy(logits, labels)")
