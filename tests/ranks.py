@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,18 @@ from seqpar import Comm
 from seqpar.testing import run_threads
 
 
-def on_copies(model: nn.Module, call: Callable[[Any, Comm], Any], *, ranks: int = 2, **options: Any) -> list[Any]:
-    """What ``call(own, comm)`` returns on each rank, whose model is a parallel copy. options: of `parallelize`."""
+def on_copies(
+    model: nn.Module, call: Callable[[Any, Comm], Any], *, ranks: int = 2,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext, **options: Any,
+) -> list[Any]:  # fmt: skip
+    """What ``call(own, comm)`` returns on each rank, whose model is a parallel copy.
+
+    around: makes a block around all of it. options: of `parallelize`.
+    """
 
     def rank(comm: Comm) -> Any:
         own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, **options):
+        with around(), seqpar.parallelize(own, comm, **options):
             return call(own, comm)
 
     return run_threads(ranks, rank)

@@ -41,6 +41,7 @@ from tests.integrations.hf.models import (
     packed,
     padded,
 )  # fmt: skip
+from tests.ranks import errors, on_copies
 from tests.recompute import in_a_thread
 
 
@@ -61,12 +62,11 @@ def test_a_document_does_not_know_of_another(name: str, plan: str) -> None:
     other = without_labels(one) | {"input_ids": one["input_ids"].clone()}
     other["input_ids"][0, 4] = other["input_ids"][0, 4] % 60 + 1
 
-    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, source="replicated", plan=PLANS[plan]), torch.no_grad():
-            return own(**without_labels(one)).logits, own(**other).logits
+    @torch.no_grad()
+    def step(own: Any, comm: Comm) -> tuple[Tensor, Tensor]:
+        return own(**without_labels(one)).logits, own(**other).logits
 
-    for a, b in run_threads(3, rank):
+    for a, b in on_copies(model, step, ranks=3, source="replicated", plan=PLANS[plan]):
         for rows in (slice(13, None), slice(4)):
             allowed = 0.0 if name == "llama" else 1e-6 * float(a.abs().max())
             assert float((a[:, rows] - b[:, rows]).abs().max()) <= allowed
@@ -85,17 +85,15 @@ def test_hidden_states_embeddings_and_tuples() -> None:
     embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
     expected = model(**without_labels(batch), output_hidden_states=True)
 
-    def rank(comm: Comm) -> Any:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, source="replicated"), torch.no_grad():
-            found = own(
-                inputs_embeds=embedded, attention_mask=batch["attention_mask"], output_hidden_states=True,
-                return_dict=False, use_cache=False,
-            )  # fmt: skip
-        return found
+    @torch.no_grad()
+    def step(own: Any, comm: Comm) -> Any:
+        return own(
+            inputs_embeds=embedded, attention_mask=batch["attention_mask"], output_hidden_states=True,
+            return_dict=False, use_cache=False,
+        )  # fmt: skip
 
     at = kept(batch)
-    for logits, states in run_threads(2, rank):
+    for logits, states in on_copies(model, step, source="replicated"):
         torch.testing.assert_close(logits[at], expected.logits[at], rtol=1e-5, atol=1e-5)
         for state, whole in zip(states, expected.hidden_states, strict=True):
             torch.testing.assert_close(state[at], whole[at], rtol=1e-5, atol=1e-5)
@@ -119,19 +117,17 @@ def test_a_base_model_and_gradients_of_embeddings() -> None:
     weights = torch.randn(1, 19, 32, generator=generator())
     (expected,) = torch.autograd.grad((torch.cat(parts, 1) * weights).sum(), embedded)
 
-    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
-        own = copy.deepcopy(model)
+    def step(own: Any, comm: Comm) -> tuple[Tensor, Tensor]:
         given = embedded.detach().clone().requires_grad_()
         if comm.rank:  # the other rank brings a document of its own, and says nothing of it
             given, at, weight = given[:, :3], torch.arange(3)[None], 0.0 * weights[:, :3]
         else:
             at, weight = batch["position_ids"], weights
-        with seqpar.parallelize(own, comm):
-            out = own(inputs_embeds=given, position_ids=at).last_hidden_state
-            (grad,) = torch.autograd.grad((out * weight).sum(), given)
+        out = own(inputs_embeds=given, position_ids=at).last_hidden_state
+        (grad,) = torch.autograd.grad((out * weight).sum(), given)
         return out.detach(), grad
 
-    (out, grad), (_, zero) = run_threads(2, rank)
+    (out, grad), (_, zero) = on_copies(model, step)
     torch.testing.assert_close(out, torch.cat(parts, 1).detach(), rtol=1e-5, atol=1e-5)
     assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert not zero.any()
@@ -216,16 +212,11 @@ def test_a_loss_function_of_ones_own_over_rows(name: str, kind: str) -> None:
 
 
 def test_logits_that_one_rank_alone_leaves_out_are_refused() -> None:
-    model, every = build("llama").eval(), batches("right", 2)
-
     def rank(comm: Comm) -> None:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm) as handle:
-            handle.logits = None if comm.rank else False
-            with pytest.raises(ValueError, match="logits"):
-                own(**every[comm.rank])
+        seqpar.parallelize(own := build("llama").eval(), comm, logits=None if comm.rank else False)
+        own(**batches("right", 2)[comm.rank])
 
-    run_threads(2, rank)
+    assert all("ranks differ in logits" in said for said in errors(rank))
 
 
 def test_a_trainer_that_reads_the_loss_alone_gets_no_logits(tmp_path: Path) -> None:
@@ -259,40 +250,16 @@ def test_a_loss_of_ones_own_from_ones_own_logits() -> None:
     expected = one_process(model, every, True)
     valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in every)
 
-    def rank(comm: Comm) -> dict[str, Tensor]:
-        own, batch = copy.deepcopy(model), every[comm.rank]
-        with seqpar.parallelize(own, comm):
-            logits = own(**without_labels(batch)).logits[0, :-1]
-            torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], reduction="sum").div(valid).backward()
+    def step(own: Any, comm: Comm) -> dict[str, Tensor]:
+        batch = every[comm.rank]
+        logits = own(**without_labels(batch)).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], reduction="sum").div(valid).backward()
         return {name: p.grad for name, p in own.named_parameters()}
 
-    found = run_threads(2, rank)
+    found = on_copies(model, step)
     for name, whole in expected.grads.items():
         worst = (sum(grads[name] for grads in found) - whole).abs().max()
         assert worst <= 1e-5 * max(float(whole.abs().max()), 0.1 * largest(expected.grads))
-
-
-def test_what_wrappers_average_and_what_trainer_counts() -> None:
-    model, every = build("llama"), batches("left", 2)
-    whole = one_process(model, every, True)
-    valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in every)
-
-    def rank(comm: Comm) -> list[tuple[float, Tensor]]:
-        found = []
-        for options, more in (({"average_over": 2}, {}), ({}, {"num_items_in_batch": torch.tensor(4 * valid)})):
-            own = copy.deepcopy(model)
-            with seqpar.parallelize(own, comm, **options):
-                loss = own(**every[comm.rank], **more).loss
-                loss.backward()
-            found.append((float(loss.detach()), own.lm_head.weight.grad))
-        return found
-
-    (averaged, part), (averaged_too, part_too) = run_threads(2, rank)
-    expected = float(whole.loss)
-    assert averaged[0] == averaged_too[0] and abs(averaged[0] - expected) <= 1e-6 * expected
-    torch.testing.assert_close((averaged[1] + averaged_too[1]) / 2, whole.grads["lm_head.weight"], rtol=1e-4, atol=1e-7)
-    assert abs(4 * (part[0] + part_too[0]) - expected) <= 1e-6 * expected
-    torch.testing.assert_close(4 * (part[1] + part_too[1]), whole.grads["lm_head.weight"], rtol=1e-4, atol=1e-7)
 
 
 def test_a_class_that_does_not_count_items_gives_the_mean_of_the_batch() -> None:
@@ -304,61 +271,32 @@ def test_a_class_that_does_not_count_items_gives_the_mean_of_the_batch() -> None
         ignored, counted = (m(**every[0], num_items_in_batch=items).loss for m in (model, build("llama")))
         assert ignored == model(**every[0]).loss and counted < build("llama")(**every[0]).loss / 2
 
-    def rank(comm: Comm) -> tuple[float, Tensor]:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm):
-            loss = own(**every[comm.rank], num_items_in_batch=items).loss
-            loss.backward()
+    def step(own: Any, comm: Comm) -> tuple[float, Tensor]:
+        loss = own(**every[comm.rank], num_items_in_batch=items).loss
+        loss.backward()
         return float(loss.detach()), own.get_input_embeddings().weight.grad
 
-    (one, part), (other, part_too) = run_threads(2, rank)
+    (one, part), (other, part_too) = on_copies(model, step)
     assert one + other == pytest.approx(float(whole.loss), rel=1e-5)
     embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
     torch.testing.assert_close(part + part_too, whole.grads[embedding], rtol=1e-4, atol=1e-6)
 
 
-def test_hidden_states_that_the_config_asks_for() -> None:
-    model, every = build("llama").eval(), batches("left", 2)
-    given = [without_labels(batch) for batch in every]
-    with torch.no_grad():
-        expected = [model(**batch, output_hidden_states=True).hidden_states for batch in given]
+class Strict(transformers.LlamaForCausalLM):
+    """Hands its keywords to what does not know this one."""
 
-    def rank(comm: Comm) -> tuple[Tensor, ...]:
-        own = copy.deepcopy(model)
-        own.config.output_hidden_states = True
-        with seqpar.parallelize(own, comm), torch.no_grad():
-            assert own(**given[comm.rank], output_hidden_states=False).hidden_states is None
-            return own(**given[comm.rank]).hidden_states
-
-    for found, whole, batch in zip(run_threads(2, rank), expected, given, strict=True):
-        assert len(found) == len(whole) == 3
-        for x, y in zip(found, whole, strict=True):
-            torch.testing.assert_close(x[kept(batch)], y[kept(batch)], rtol=1e-4, atol=1e-5)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "num_items_in_batch" in kwargs:
+            raise TypeError("unexpected num_items_in_batch")
+        return super().forward(*args, **kwargs)
 
 
 def test_a_class_that_takes_no_items_after_all_is_served_without() -> None:
-    class Strict(transformers.LlamaForCausalLM):
-        """Hands its keywords to what does not know this one."""
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if "num_items_in_batch" in kwargs:
-                raise TypeError("unexpected num_items_in_batch")
-            return super().forward(*args, **kwargs)
-
-    class Counting(transformers.LlamaForCausalLM):
-        """Takes the number as the tensor that Trainer gives."""
-
-        def forward(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-            more = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch.to(torch.int64)}
-            return super().forward(*args, **kwargs, **more)
-
-    llama, batch = build("llama"), padded(generator(), [13, 6], left=False)
-    for kind in (Strict, Counting):
-        own = kind(llama.config)
-        own.load_state_dict(llama.state_dict())
-        expected = own(**batch).loss
-        with seqpar.parallelize(own, LocalComm()):
-            torch.testing.assert_close(own(**batch).loss, expected)
+    model, batch = build("llama"), padded(generator(), [13, 6], left=False)
+    model.__class__ = Strict
+    expected = model(**batch).loss
+    with seqpar.parallelize(model, LocalComm()):
+        torch.testing.assert_close(model(**batch).loss, expected)
 
 
 def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
@@ -366,14 +304,12 @@ def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
     batch = packed(generator(), [11, 23])
     torch.manual_seed(5)
 
-    def rank(comm: Comm) -> list[float]:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, source="replicated", plan=PLANS["ring"]):
-            return [float(own(**batch).loss.detach()) for _ in range(2)]
+    def steps(own: Any, comm: Comm) -> list[float]:
+        return [float(own(**batch).loss.detach()) for _ in range(2)]
 
-    (alone,) = run_threads(1, rank)
+    (alone,) = on_copies(model, steps, ranks=1, source="replicated", plan=PLANS["ring"])
     assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
-    for losses in run_threads(3, rank):
+    for losses in on_copies(model, steps, ranks=3, source="replicated", plan=PLANS["ring"]):
         assert losses == pytest.approx(alone, rel=1e-6)
 
 
@@ -483,18 +419,6 @@ def test_a_forward_that_somebody_wraps_meanwhile_keeps_working() -> None:
     assert torch.allclose(model(**batch).logits[kept(batch)], expected[kept(batch)], atol=1e-5)
     handle.undo()
     assert torch.equal(model(**batch).logits, expected)
-
-
-def test_a_pickle_says_what_to_save_instead(tmp_path: Path) -> None:
-    model = build("llama")
-    whole = nn.Sequential(model)
-    with seqpar.parallelize(model, LocalComm()):
-        for each in (model, whole):
-            with pytest.raises(NotImplementedError, match="parallel Llama.*save model.state_dict.*save_pretrained"):
-                torch.save(each, tmp_path / "model.pt")
-        torch.save(model.state_dict(), tmp_path / "state.pt")
-        model.save_pretrained(tmp_path)
-    torch.save(whole, tmp_path / "model.pt")
 
 
 @pytest.mark.filterwarnings("error")
@@ -647,14 +571,14 @@ def test_a_whole_model_can_be_compiled() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
-def moshi(kind: Any = transformers.MoshiForCausalLM) -> Any:
+def moshi() -> Any:
     """A model that returns its last hidden states beside its logits."""
     torch.manual_seed(3)
     config = transformers.MoshiConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         head_dim=8, ffn_dim=48, max_position_embeddings=64, sliding_window=5, audio_vocab_size=32, pad_token_id=0,
     )  # fmt: skip
-    model = kind._from_config(config, attn_implementation="eager")
+    model = transformers.MoshiForCausalLM._from_config(config, attn_implementation="eager")
     for p in model.parameters():
         nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
     return model.train()
@@ -681,30 +605,13 @@ def test_hidden_states_beside_logits(ranks: int) -> None:
     assert torch.allclose(sum(x for _, _, x in found), grad, atol=1e-5 * float(grad.abs().max()))
 
 
-class Rolled(transformers.MoshiForCausalLM):
-    """Returns each token's hidden states at the next one."""
+class Changed(transformers.MoshiForCausalLM):
+    """Returns something else for its last hidden states."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         out = super().forward(*args, **named)
-        out.last_hidden_state = self.changed(out.last_hidden_state)
+        out.last_hidden_state = self.change(out.last_hidden_state, self.training)
         return out
-
-    def changed(self, hidden: Tensor) -> Tensor:
-        return hidden.roll(1, 1)
-
-
-class RolledInTraining(Rolled):
-    """The same in training alone."""
-
-    def changed(self, hidden: Tensor) -> Tensor:
-        return hidden.roll(1, 1) if self.training else hidden
-
-
-class First(Rolled):
-    """Returns the hidden states of the first token."""
-
-    def changed(self, hidden: Tensor) -> Tensor:
-        return hidden[:, :1]
 
 
 @dataclass
@@ -728,27 +635,27 @@ def test_what_has_no_row_per_token_is_left_out() -> None:
     whole = one_process(model, every, True)
     model.__class__ = Summing
 
-    def rank(comm: Comm) -> Any:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, plan=PLANS["ring"], logits=True):
-            out = own(**every[comm.rank])
+    def step(own: Any, comm: Comm) -> Any:
+        out = own(**every[comm.rank])
         return float(out.loss.detach()), tuple(out.logits.shape), out.summary
 
-    for each, batch in zip(run_threads(2, rank), every):
+    for each, batch in zip(on_copies(model, step, plan=PLANS["ring"], logits=True), every):
         assert each == (pytest.approx(float(whole.loss), rel=1e-5), (*batch["input_ids"].shape, VOCABULARY), None)
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("change", "says"),
     [
-        (Rolled, "several ranks: tokens meet outside its attention"),
-        (RolledInTraining, "in training mode, tokens meet outside its attention"),
-        (First, "it also returns last_hidden_state, which is not a row per token"),
+        (lambda hidden, training: hidden.roll(1, 1), "several ranks: tokens meet outside its attention"),
+        (lambda hidden, training: hidden.roll(int(training), 1), "in training mode, tokens meet outside its attention"),
+        (lambda hidden, training: hidden[:, :1], "it also returns last_hidden_state, which is not a row per token"),
     ],
 )
-def test_hidden_states_beside_logits_that_are_not_those_of_each_token(kind: Any, says: str) -> None:
+def test_hidden_states_beside_logits_that_are_not_those_of_each_token(change: Any, says: str) -> None:
+    model = moshi()
+    model.__class__ = type("Changed", (Changed,), {"change": staticmethod(change)})
     with pytest.raises(NotImplementedError, match=says):
-        seqpar.parallelize(moshi(kind), LocalComm())
+        seqpar.parallelize(model, LocalComm())
 
 
 def numbered(seed: int, width: int, *rows: list[int]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -779,9 +686,8 @@ def test_a_mask_that_numbers_documents_is_one_process_for_each(name: str, plan: 
     loss.backward()
     bound = max(float(p.grad.abs().max()) for p in one.parameters())  # type: ignore[union-attr]
 
-    def rank(comm: Comm) -> tuple[float, Tensor, dict[str, Tensor]]:
-        own, batch = copy.deepcopy(model), every[comm.rank][0]
-        seqpar.parallelize(own, comm, plan=PLANS[plan])
+    def step(own: Any, comm: Comm) -> tuple[float, Tensor, dict[str, Tensor]]:
+        batch = every[comm.rank][0]
         out = own(**batch)
         out.loss.backward()
         sync_gradients(own.parameters(), comm)
@@ -789,7 +695,7 @@ def test_a_mask_that_numbers_documents_is_one_process_for_each(name: str, plan: 
             rows = own.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return float(out.loss), rows[batch["attention_mask"] > 0], {n: p.grad for n, p in own.named_parameters()}
 
-    for (found, rows, grads), expected in zip(run_threads(2, rank), logits, strict=True):
+    for (found, rows, grads), expected in zip(on_copies(model, step, plan=PLANS[plan]), logits, strict=True):
         assert found == pytest.approx(float(loss), rel=1e-5)
         torch.testing.assert_close(rows, torch.cat(expected).detach(), rtol=1e-4, atol=1e-5)
         for each, p in one.named_parameters():

@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from seqpar.testing import run_processes, run_threads
-from seqpar.train import clip_grad_norm, cross_entropy, sync_gradients
+from seqpar.train import clip_grad_norm, sync_gradients
 from tests.integrations.hf.models import batches, build
 from tests.integrations.plain import Attending
+from tests.ranks import error_of, errors_on_copies, on_copies
 
 RANKS = 2
 MODEL, EVERY = build("llama"), batches("right", RANKS)
@@ -67,21 +67,19 @@ def adapted(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("other", ["", "lora_A", "mlp.down_proj"])
 def test_other_weights_at_the_first_forward_are_an_error_on_every_rank(other: str) -> None:
-    def rank(comm: Comm) -> tuple[str, float]:
-        own = copy.deepcopy(MODEL)
+    def step(own: Any, comm: Comm) -> tuple[str, float]:
         if other:
             adapted(own)
         before = copy.deepcopy(own.state_dict())
         if comm.rank:
             redrawn(own, other)
-        with seqpar.parallelize(own, comm):
-            with pytest.raises(ValueError, match="and nothing has trained yet; load the same weights") as raised:
-                own(**EVERY[comm.rank])
-            own.load_state_dict(before)  # as the error says
-            return str(raised.value), float(own(**EVERY[comm.rank]).loss.detach())
+        said = error_of(own, **EVERY[comm.rank])
+        own.load_state_dict(before)  # as the error says
+        return said, float(own(**EVERY[comm.rank]).loss.detach())
 
-    results = run_threads(RANKS, rank)
-    assert all(other in text and "between rank 0 and rank 1" in text for text, _ in results)
+    results = on_copies(MODEL, step)
+    for text, _ in results:
+        assert other in text and "between rank 0 and rank 1" in text and "and nothing has trained yet; load" in text
     assert results[0] == results[1]
 
 
@@ -106,64 +104,51 @@ def loading_on_one_rank(own: Any, comm: Comm, optimizer: torch.optim.Optimizer) 
         redrawn(own)
 
 
-@pytest.mark.parametrize("lr", [1e-2, 1e-6])
 @pytest.mark.parametrize("step", [stepping_before_the_sum, loading_on_one_rank, drifting])
-def test_weights_that_differ_after_a_sum_are_an_error_that_names_both_causes(step: Any, lr: float) -> None:
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(MODEL)
-        optimizer = torch.optim.AdamW(own.parameters(), lr=lr)
-        match = "or stepped before their sum, or some ranks loaded"
-        with seqpar.parallelize(own, comm), pytest.raises(ValueError, match=match) as raised:
-            for _ in range(3):
-                step(own, comm, optimizer)
-        return str(raised.value)
+def test_weights_that_differ_after_a_sum_are_an_error_that_names_both_causes(step: Any) -> None:
+    def steps(own: Any, comm: Comm) -> None:
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        for _ in range(3):
+            step(own, comm, optimizer)
 
     with told(0):
-        assert len(set(run_threads(RANKS, rank))) == 1
+        (said,) = set(errors_on_copies(MODEL, steps))
+    assert "or stepped before their sum, or some ranks loaded" in said
 
 
-@pytest.mark.parametrize(("sdpa", "begun"), [(False, 0), (False, 2), (True, 0), (True, 2)])
+@pytest.mark.parametrize(("sdpa", "begun"), [(False, 0), (True, 2)])
 def test_a_layer_that_one_rank_freezes_is_named(sdpa: bool, begun: int) -> None:
     model = nn.Sequential(Attending()) if sdpa else MODEL
 
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(model)
-        handle = seqpar.parallelize(own, comm, **({"sdpa": True, "plan": ATTENDED} if sdpa else {}))
-        batch = (ATTENDED_ROWS,) if sdpa else ()
+    def steps(own: Any, comm: Comm) -> None:
         frozen = own[0].linear if sdpa else own.model.layers[0].mlp
-        with (
-            handle,
-            pytest.raises(ValueError, match="ranks differ in what requires gradients: .*freeze the same") as raised,
-        ):
-            for step in range(begun + 2):
-                if comm.rank and step >= begun:
-                    frozen.requires_grad_(False)
-                own(*batch, **({} if sdpa else EVERY[comm.rank]))
-        return str(raised.value)
+        for step in range(begun + 2):
+            if comm.rank and step >= begun:
+                frozen.requires_grad_(False)
+            own(ATTENDED_ROWS) if sdpa else own(**EVERY[comm.rank])
 
     name = "0.linear.bias" if sdpa else "model.layers.0.mlp.down_proj.weight"
-    assert all(f"{name} is frozen on rank 1 and not on rank 0" in error for error in run_threads(RANKS, rank))
+    for said in errors_on_copies(model, steps, **({"sdpa": True, "plan": ATTENDED} if sdpa else {})):
+        assert f"ranks differ in what requires gradients: {name} is frozen on rank 1 and not on rank 0" in said
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
 def test_a_step_by_gradients_that_nobody_summed_is_an_error(lora: bool) -> None:
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(MODEL)
-        with seqpar.parallelize(own, comm):
-            optimizer = torch.optim.AdamW(adapted(own) if lora else own.parameters(), lr=1e-2)
-            before = copy.deepcopy(own.state_dict())
-            own(**EVERY[comm.rank]).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with pytest.raises(ValueError, match="not summed over ranks, .*; start again from equal weights") as raised:
-                own(**EVERY[comm.rank])
-            own.load_state_dict(before)  # as the error says
-            optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
-            for _ in range(2):
-                plain(own, comm, optimizer, 0)
-        return str(raised.value)
+    def steps(own: Any, comm: Comm) -> str:
+        optimizer = torch.optim.AdamW(adapted(own) if lora else own.parameters(), lr=1e-2)
+        before = copy.deepcopy(own.state_dict())
+        own(**EVERY[comm.rank]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said = error_of(own, **EVERY[comm.rank])
+        own.load_state_dict(before)  # as the error says
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        for _ in range(2):
+            plain(own, comm, optimizer, 0)
+        return said
 
-    assert len(set(run_threads(RANKS, rank))) == 1
+    (said,) = set(on_copies(MODEL, steps))
+    assert re.search("not summed over ranks, .*; start again from equal weights", said), said
 
 
 def summing_matrices(own: Any, comm: Comm) -> None:
@@ -198,45 +183,22 @@ def replacing_data(own: Any, comm: Comm) -> None:
 
 @pytest.mark.parametrize("steps", [summing_matrices, stepping_in_backward, replacing_data])
 def test_steps_by_gradients_of_which_some_were_not_summed_are_an_error(steps: Callable[..., None]) -> None:
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(MODEL)
-        seqpar.parallelize(own, comm)
-        with pytest.raises(ValueError, match="stepped with gradients that were not summed over ranks"):
-            steps(own, comm)
-
-    run_threads(RANKS, rank)
+    for said in errors_on_copies(MODEL, steps):
+        assert "stepped with gradients that were not summed over ranks" in said
 
 
 def test_other_weights_in_a_parameter_that_is_new_are_an_error() -> None:
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(MODEL)
-        seqpar.parallelize(own, comm)
+    def steps(own: Any, comm: Comm) -> str:
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
         plain(own, comm, optimizer, 0)
         own.lm_head.bias = nn.Parameter(torch.full((own.lm_head.out_features,), float(comm.rank)))
-        with pytest.raises(ValueError, match="lm_head.bias first .* parameters are new; load the same"):
-            plain(own, comm, optimizer, 1)
+        return error_of(plain, own, comm, optimizer, 1)
 
-    run_threads(RANKS, rank)
-
-
-def test_a_second_sum_of_the_same_gradients_is_an_error() -> None:
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(MODEL)
-        with seqpar.parallelize(own, comm):
-            own(**EVERY[comm.rank]).loss.backward()
-            sync_gradients(own.parameters(), comm)
-            clip_grad_norm(own.parameters(), 0.1)
-            before = own.lm_head.weight.grad.clone()
-            with pytest.raises(ValueError, match="are sums over ranks already.*; call it once"):
-                sync_gradients(own.parameters(), comm)
-            assert torch.equal(own.lm_head.weight.grad, before)
-
-    run_threads(RANKS, rank)
+    for said in on_copies(MODEL, steps):
+        assert re.search("lm_head.bias first .* parameters are new; load the same", said), said
 
 
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("sdpa", [False, True])
+@pytest.mark.parametrize(("sdpa", "step"), [(False, 2), (True, 0)])
 def test_a_rank_that_leaves_out_its_backward_is_an_error_that_names_it(sdpa: bool, step: int) -> None:
     """Where no document is spread, no exchange of a backward tells."""
     plan = seqpar.Plan(seqpar.Mask([8] * RANKS), seqpar.Layout.contiguous(8 * RANKS, RANKS))
@@ -251,13 +213,13 @@ def test_a_rank_that_leaves_out_its_backward_is_an_error_that_names_it(sdpa: boo
             own.zero_grad()
             with seqpar.parallel(plan.with_mask(seqpar.Mask([8] * RANKS, causal=False)), comm):
                 loss = own(torch.rand(1, 8, 8)).sum() if sdpa else own(**EVERY[comm.rank]).loss
-            if number == step and comm.rank:
+            if not comm.rank:
+                loss.backward()
+            if number == step:
                 with pytest.raises(ValueError, match="rank 1 has computed a forward .* no gradient of any parameter"):
                     sync_gradients(own.parameters(), comm)
-            loss.backward()
-            if number == step and not comm.rank:
-                with pytest.raises(ValueError, match="rank 1 has computed a forward .* no gradient of any parameter"):
-                    sync_gradients(own.parameters(), comm)
+            if comm.rank:
+                loss.backward()
             sync_gradients(own.parameters(), comm)
         own.zero_grad()
         sync_gradients(own.parameters(), comm)
@@ -275,40 +237,27 @@ def alone(lengths: Any) -> seqpar.Plan:
 
 @pytest.mark.parametrize("skipping", ["no rows", "a part", "no backward on any rank"])
 def test_a_rank_without_gradients_of_rows_or_of_a_part_counts_as_zero(skipping: str) -> None:
-    def rank(comm: Comm) -> bool:
-        own = copy.deepcopy(MODEL)
-        with seqpar.parallelize(own, comm, plan=lambda lengths, ranks: of_first(lengths)):
-            loss = own(**EVERY[comm.rank]).loss
-            if skipping == "no backward on any rank":
-                sync_gradients(own.parameters(), comm)
-                return own.lm_head.weight.grad is None
-            if skipping == "a part" or not comm.rank:
-                loss.backward()
-            several = list(own.model.layers[0].mlp.parameters())
-            if skipping == "a part" and comm.rank:  # as an image tower on a rank with text
-                for p in several:
-                    p.grad = None
-            sync_gradients(several, comm)
-            return all(p.grad is not None for p in several)
+    def step(own: Any, comm: Comm) -> bool:
+        loss = own(**EVERY[comm.rank]).loss
+        if skipping == "no backward on any rank":
+            sync_gradients(own.parameters(), comm)
+            return own.lm_head.weight.grad is None
+        if skipping == "a part" or not comm.rank:
+            loss.backward()
+        several = list(own.model.layers[0].mlp.parameters())
+        if skipping == "a part" and comm.rank:  # as an image tower on a rank with text
+            for p in several:
+                p.grad = None
+        sync_gradients(several, comm)
+        return all(p.grad is not None for p in several)
 
-    assert run_threads(RANKS, rank) == [True] * RANKS
+    assert on_copies(MODEL, step, plan=lambda lengths, ranks: of_first(lengths)) == [True] * RANKS
 
 
 def of_first(lengths: Any) -> seqpar.Plan:
     """A plan of all documents on the first of two ranks; the other one has a pad."""
     tokens = int(lengths.sum())
     return seqpar.Plan(seqpar.Mask(lengths), seqpar.Layout([range(tokens), []]))
-
-
-def test_what_averages_is_not_summed_too() -> None:
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(MODEL)
-        with seqpar.parallelize(own, comm, average_over=RANKS):
-            own(**EVERY[comm.rank]).loss.backward()
-            with pytest.raises(ValueError, match="average_over=2, for a wrapper.*; leave sync_gradients out"):
-                sync_gradients(own.parameters(), comm)
-
-    run_threads(RANKS, rank)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -433,19 +382,23 @@ def test_gradients_that_a_wrapper_averages_over_the_comm_are_summed_over_replica
             torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
 
 
+# average_over, the sum, the drift of a weight after a step, and what is said
+WRONG = (
+    (1, "", 0.0, "stepped with gradients that were not summed over ranks"),
+    (1, "sp matrices", 0.0, "stepped with gradients that were not summed over ranks"),
+    (2, "sp", 0.0, "leave sync_gradients out under a wrapper over these ranks"),
+    (1, "sp", 1e-3, "lm_head.weight first (1 in all)"),
+)
+
+
+def every_mistake(comm: Comm, how: str) -> list[str]:
+    return [meshed(comm, how, "dp", *case[:3])[0] for case in WRONG]
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_wrapper_over_replicas_does_not_stand_for_the_sum_over_the_comm(how: str) -> None:
-    for summed in ("", "sp matrices"):
-        for error, *_ in run_processes(4, meshed, how, "dp", 1, summed):
-            assert "stepped with gradients that were not summed over ranks" in error
-    for error, *_ in run_processes(4, meshed, how, "dp", 2, "sp"):
-        assert "average_over=2" in error and "leave sync_gradients out under a wrapper over these ranks" in error
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_ranks_that_drift_apart_under_a_wrapper_over_replicas_are_told(how: str) -> None:
-    for error, texts, _ in run_processes(4, meshed, how, "dp", 1, "sp", 1e-3):
-        assert not texts and "lm_head.weight first (1 in all)" in error and "stepped before their sum" in error
+    for found in run_processes(4, every_mistake, how):
+        assert all(says in error for error, (*_, says) in zip(found, WRONG, strict=True)), found
 
 
 def replicated(comm: Comm, layer: str) -> list[str]:
@@ -526,15 +479,6 @@ def skipping(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) 
     optimizer.zero_grad(set_to_none=False)
 
 
-def leaving_steps_out(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Sums that are zeroed in place and never used, as where a norm is too large."""
-    own(**EVERY[comm.rank]).loss.backward()
-    sync_gradients(own.parameters(), comm)
-    if step == 2:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-
-
 def with_a_frozen_tower(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
     own.model.requires_grad_(step % 2 == 1)
     plain(own, comm, optimizer, step)
@@ -579,67 +523,22 @@ def without_an_optimizer(own: Any, comm: Comm, optimizer: torch.optim.Optimizer,
         p.grad.zero_()
 
 
-def leaving_weights_as_they_are(own: Any, comm: Comm, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """By a head that is not the optimizer's, and a rate of 0."""
-    optimizer.param_groups[0].update(params=list(own.model.parameters()), lr=0.0)
-    own(**EVERY[comm.rank]).loss.backward()
-    sync_gradients(own.parameters(), comm)
-    optimizer.step()
-    own.zero_grad(set_to_none=step % 2 == 0)
-
-
 RIGHT = (
     plain, accumulating, summing_in_groups, sharpness_aware, skipping,
-    leaving_steps_out, with_a_frozen_tower, with_an_adapter, with_evaluation_between,
-    dropping_what_was_not_summed, summing_by_hand, without_an_optimizer, leaving_weights_as_they_are,
+    with_a_frozen_tower, with_an_adapter, with_evaluation_between, dropping_what_was_not_summed, summing_by_hand,
+    without_an_optimizer,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
 @pytest.mark.sampled(3)
 def test_loops_that_are_right_hear_nothing(step: Callable[..., None]) -> None:
-    def rank(comm: Comm) -> list[Tensor]:
-        own = copy.deepcopy(MODEL)
+    def steps(own: Any, comm: Comm) -> list[Tensor]:
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
-        with seqpar.parallelize(own, comm):
-            for number in range(3):
-                step(own, comm, optimizer, number)
+        for number in range(3):
+            step(own, comm, optimizer, number)
         return [p.detach() for p in own.parameters()]
 
     with told(0):
-        one, other = run_threads(RANKS, rank)
+        one, other = on_copies(MODEL, steps)
     assert all(torch.equal(a, b) for a, b in zip(one, other))
-
-
-def averaging_losses(comm: Comm, gathered: bool) -> Tensor:
-    """The gradient of a step on this rank's rows by the loss that ALST's loop has, or by `cross_entropy`."""
-    head, (rows, labels) = nn.Linear(4, 5), scored()
-    nn.init.constant_(head.weight, 0.1)
-    nn.init.zeros_(head.bias)
-    own = slice(None, 5) if comm.rank else slice(5, None)
-    logits, mine = head(rows[own]), labels[own]
-    loss = cross_entropy(logits, mine, valid=int((labels != -100).sum()))
-    if gathered:
-        losses = torch.distributed.nn.functional.all_gather(nn.functional.cross_entropy(logits, mine))
-        counts = [torch.zeros((), dtype=torch.long) for _ in range(comm.size)]
-        torch.distributed.all_gather(counts, (mine != -100).sum())
-        loss = sum(x * n for x, n in zip(losses, counts)) / sum(counts)
-    loss.backward()
-    sync_gradients(head.parameters(), comm)
-    return head.weight.grad  # type: ignore[return-value]
-
-
-def scored() -> tuple[Tensor, Tensor]:
-    """Rows and their labels, of which some do not count."""
-    labels = torch.arange(12) % 5
-    return torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), labels.masked_fill(labels == 2, -100)
-
-
-def test_the_page_says_that_a_mean_of_all_gathered_losses_goes() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
-    assert re.search(r"mean of `all_gather\(loss.* leave it out: .* too large by the number of ranks", page)
-    weight, (rows, labels) = torch.full((5, 4), 0.1, requires_grad=True), scored()
-    nn.functional.cross_entropy(rows @ weight.T, labels).backward()
-    for gathered, times in ((False, 1), (True, RANKS)):
-        for grad in run_processes(RANKS, averaging_losses, gathered):
-            torch.testing.assert_close(grad, times * weight.grad)  # type: ignore[operator]
