@@ -37,7 +37,6 @@ NEWER: dict[tuple[str, tuple[int, int]], dict[str, str]] = {("peft", (0, 21)): {
     f"{HF}test_mixers.py::test_a_document_does_not_know_of_another[recurrent_gemma": "it has attention of its own",
     f"{HF}test_mixers.py::test_places_that_recurrent_gemma_reads": "it has attention of its own",
     f"{HF}test_positions.py::test_inside_local_lengths_grow": "dynamic rotary embeddings forget lengths",
-    f"{HF}test_positions.py::test_a_trial_of_a_head_leaves_lengths": "dynamic rotary embeddings forget lengths",
     f"{HF}test_recurrent.py::test_a_model_on_ranks_is_each_document_alone[olmo_hybrid": "three convolutions a layer",
     f"{HF}test_recurrent.py::test_a_model_on_ranks_is_each_document_alone[zamba": "it needs kernels for GPUs",
     f"{HF}test_refusals.py::test_models_are_refused_by_name_and_left_as_they_were[a learned bias": "T5 adds it itself",

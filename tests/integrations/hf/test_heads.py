@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import BertConfig, BertForNextSentencePrediction, BertModel
+from transformers import BertConfig, BertForNextSentencePrediction
 
 import seqpar
 from seqpar import Comm, LocalComm
-from seqpar.integrations.hf.request import ItemCounts
 from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import islands, union
@@ -138,23 +136,6 @@ def test_items_of_one_rank_alone_are_refused() -> None:
     assert one + other == pytest.approx(loss, rel=1e-6)
 
 
-def test_items_of_a_step_that_are_fewer_than_its_labels_are_told_once() -> None:
-    model, items = torch.nn.Linear(2, 2), torch.tensor(6)
-    counted = ItemCounts(model, 1)  # type: ignore[arg-type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        counted.note(items, 6, 4)
-        counted.note(torch.tensor(6), 6, 4)  # of the next step
-        with torch.no_grad():
-            model.weight.add_(1)
-        counted.note(items, 6, 4)
-    with pytest.warns(UserWarning, match="num_items_in_batch is 6, but the forwards .* have 8 labels on all ranks"):
-        counted.note(items, 6, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        counted.note(items, 6, 4)
-
-
 def in_a_part_of_the_ranks(comm: Comm) -> None:
     mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("dp", "sp"))
     model = model_of(FAMILIES["llama"], torch.float32)
@@ -177,18 +158,6 @@ def test_ranks_without_rows_or_labels_that_count() -> None:
     every[1] = {name: x[:0] for name, x in every[1].items()}
     every[2]["labels"][:] = -100
     check(run_threads(3, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
-
-
-def test_batches_planned_ahead() -> None:
-    model, every = model_of(FAMILIES["llama"], torch.float32), labelled(batches("right", 2), SINGLE, torch.float32)
-
-    def rank(comm: Comm) -> list[float]:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm) as handle:
-            return [float(own(**batch).loss) for batch in handle.prefetch([every[comm.rank]] * 2)]
-
-    expected, _ = one(model, every, torch.float32)
-    assert [loss for losses in run_threads(2, rank) for loss in losses] == pytest.approx([expected] * 4, rel=1e-5)
 
 
 def test_rewards_come_home() -> None:
@@ -293,12 +262,6 @@ def test_embeddings_are_padded_where_a_head_does_not_read(kind: str) -> None:
             torch.testing.assert_close(logits, model(**batch).logits, rtol=1e-9, atol=1e-9)
 
 
-def test_a_head_without_a_padding_token_is_refused_by_name() -> None:
-    model = model_of(("llama", SINGLE | {"pad_token_id": None}), torch.float32)
-    with pytest.raises(NotImplementedError, match="LlamaFor.* its head .*: Cannot handle batch sizes > 1"):
-        seqpar.parallelize(model, LocalComm())
-
-
 def test_a_loss_over_pairs_of_rows_is_left_to_its_owner() -> None:
     model = model_of(FAMILIES["qwen3 reward"], torch.float32)
     model.loss_function = lambda **named: named["pooled_logits"].std()
@@ -334,16 +297,3 @@ def test_a_loss_that_is_a_sum_with_a_count_is_a_mean_without() -> None:
         with pytest.raises(NotImplementedError, match="num_items_in_batch for Zamba2.*not a mean over rows then"):
             model(**batch, num_items_in_batch=3)
         assert model(**batch).loss.isfinite()
-
-
-def test_a_config_that_asks_for_tuples_gets_them() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = BertConfig(**sizes, num_attention_heads=4, return_dict=False)
-    model, ids = BertModel(config).eval(), torch.arange(1, 13)[None]
-    with torch.no_grad():
-        expected = model(input_ids=ids)
-        with seqpar.parallelize(model, LocalComm()):
-            found = model(input_ids=ids)
-    assert isinstance(expected, tuple) and isinstance(found, tuple)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)

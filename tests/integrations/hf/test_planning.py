@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqpar
-from seqpar import Comm, Layout, LocalComm, Mask, Plan, plan_batch
+from seqpar import Comm, Layout, Mask, Plan, plan_batch
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf import planning
 from seqpar.integrations.hf.config import PlanState
@@ -125,12 +125,6 @@ def test_plans_made_ahead_know_who_brings_what() -> None:
 
     assert run_threads(2, rank) == [[[1, 5], [1, 9]], [[1, 6], [1, 10]]]
     assert sorted(made) == [(5, 6)] * 2 + [(9, 10)] * 2  # once on each rank
-
-
-def test_one_rank_has_nobody_to_bring_documents_to() -> None:
-    with seqpar.parallelize(llama(), LocalComm()) as handle:
-        out = handle.model(input_ids=torch.ones(1, 7, dtype=torch.long))
-    assert out.logits.shape == (1, 7, 61)
 
 
 def test_ranks_apart_take_what_plans_of_their_documents_take() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 import seqpar
 from seqpar import Comm, Plan
 from seqpar.comm import PeerError
-from seqpar.facts.value import Ints
 from seqpar.integrations.hf import planning
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
@@ -74,26 +73,6 @@ def test_a_step_asks_once_and_the_first_one_for_its_layers_and_gradients_too(nam
         ask = f"{type(MODELS[name]).__name__}.forward"
         assert first == {ask: 1, "share: the plan of the batch": 1, "sync_gradients": 1} | FIRST[name]
         assert [second, *others] == [{ask: 1}] * 4
-
-
-def test_a_planner_of_ones_own_is_compared_each_time() -> None:
-    def rank(comm: Comm) -> list[str]:
-        counts, model, count = asking(comm), copy.deepcopy(MODELS["llama"]), [0]
-
-        def plan(lengths: Ints, ranks: int) -> Plan:
-            count[0] += 1
-            kind = seqpar.Layout.contiguous if count[0] == 3 and comm.rank else seqpar.Layout.striped
-            return Plan(seqpar.Mask(lengths), kind(int(lengths.sum()), ranks))
-
-        with seqpar.parallelize(model, comm, plan=plan):
-            model(**batch(comm.rank, 8))
-            model(**batch(comm.rank, 8))
-            with pytest.raises(ValueError, match="share: the plan of the batch: ranks differ in plan") as raised:
-                model(**batch(comm.rank, 8))
-        assert counts["share: the plan of the batch"] == 3
-        return [str(raised.value)]
-
-    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("stays", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -20,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Comm, LocalComm, Mask
-from seqpar.integrations.hf.config import text_of
 from seqpar.integrations.hf.mask import Blocks, MaskSummary, Rule, united
 from seqpar.testing import run_processes, run_threads
-from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, Architecture, build
+from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, build
 from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, pooled_of, tokens_of
 from tests.ecosystem.ways import ALIKE, Outcome, assert_close, cut, islands, outcome
 
@@ -178,36 +176,6 @@ def test_a_rank_without_images_takes_part_in_the_collectives_of_its_tower(how: s
         compare([Outcome(each.loss, {name: grad / 2 for name, grad in each.grads.items()})] * 2, one, torch.float32)
 
 
-def test_images_under_another_name_are_images() -> None:
-    """As of VideoLLaVA, whose towers a rank without images would otherwise not run."""
-    every = bring("llava", "one", 2, torch.float32)
-    model = build(EVERY["llava"], dtype=torch.float32)
-    seen: dict[int, list[str]] = {0: [], 1: []}
-
-    def rank(comm: Comm) -> Outcome:
-        own = copy.deepcopy(model)
-        features, forward = own.model.get_image_features, type(own).forward
-
-        def get_image_features(pixel_values: Any = None, pictures: Any = None, **more: Any) -> Any:
-            seen[comm.rank].append("pictures" if pixel_values is None else "pixel_values")
-            return features(pixel_values=pictures if pixel_values is None else pixel_values, **more)
-
-        class Renamed(type(own)):  # type: ignore[misc]
-            def forward(self, input_ids: Any = None, pictures: Any = None, **more: Any) -> Any:
-                return forward(self, input_ids=input_ids, pixel_values=pictures, **more)
-
-        own.model.get_image_features, own.__class__ = get_image_features, Renamed
-        batch = batch_of("llava", "right", every[comm.rank], own)
-        if "pixel_values" in batch:
-            batch["pictures"] = batch.pop("pixel_values")
-        with seqpar.parallelize(own, comm, plan=cut):
-            return outcome(own, own(**batch).loss)
-
-    found = run_threads(2, rank)
-    compare(found, outcome(model, one_process("llava", model, sum(every, []))), torch.float32)
-    assert seen == {0: ["pictures"], 1: ["pixel_values"]}
-
-
 def steps(kind: str, prepare: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
     """Gradients of a model that was changed before it became parallel, beside one process with the same change."""
     every = bring(kind, "one", 2, dtype)
@@ -252,30 +220,6 @@ def test_results_inside_results_of_a_checkpointed_model() -> None:
 
 def unlabelled(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if name != "labels"}
-
-
-@pytest.mark.parametrize("part", ["config", "text_config"])
-def test_hidden_states_are_those_that_the_config_of_a_part_asks_for(part: str) -> None:
-    """Of several configs the model of tokens reads its own: that of all parts says nothing, as on one device."""
-    every = bring("gemma3", "one", 2, torch.float32)
-    model = build(EVERY["gemma3"], "sdpa", torch.float32).eval()
-    config = model.config if part == "config" else model.config.get_text_config()
-    config.output_hidden_states = True
-    with torch.no_grad():
-        alone = model(**unlabelled(batch_of("gemma3", "right", every[0], model)))
-
-    def rank(comm: Comm) -> Any:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm), torch.no_grad():
-            return own(**unlabelled(batch_of("gemma3", "right", every[comm.rank], own)))
-
-    for out in run_threads(2, rank):
-        assert (out.hidden_states is None) == (alone.hidden_states is None) == (part == "config")
-        assert out.hidden_states is None or len(out.hidden_states) == len(alone.hidden_states)
-
-
-def test_options_of_text_models_are_those_of_models_with_images() -> None:
-    steps("gemma3", lambda model: None, logits=True)
 
 
 def test_accumulated_micro_batches_are_one_batch() -> None:
@@ -437,12 +381,6 @@ def test_a_batch_that_the_model_itself_refuses_is_told_to_all_ranks() -> None:
     run_threads(2, rank)
 
 
-def test_the_text_model_of_a_family_with_images_is_one_of_text() -> None:
-    row = Architecture("gemma3_text", "dense")
-    model, whole = build(row, dtype=torch.float32), build(EVERY["gemma3"], dtype=torch.float32)
-    assert text_of(model) is model and text_of(whole) is whole.model.language_model
-
-
 TEXT_SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "pad_token_id": 0}
 TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "attention_heads": 4}
 
@@ -483,13 +421,6 @@ def test_a_mask_among_the_results_is_that_of_the_batch() -> None:
 
     with islands(torch.float64):
         compare(run_threads(2, rank), outcome(model, model(**whole).loss), torch.float64)
-
-
-def test_batch_norms_of_towers_see_the_images_of_one_rank_and_are_refused() -> None:
-    model = build(EVERY["llava"], dtype=torch.float32)
-    model.model.multi_modal_projector.norm = nn.BatchNorm1d(4)
-    with pytest.raises(NotImplementedError, match="see other tokens or the batch: BatchNorm1d"):
-        seqpar.parallelize(model, LocalComm())
 
 
 @pytest.mark.parametrize("block", ["ahead", "whole"])
@@ -608,52 +539,3 @@ def test_a_rank_of_text_alone_may_leave_out_which_tokens_are_of_images() -> None
         with torch.no_grad():
             expected = model(**batch).logits
         assert torch.allclose(found[keep], expected[keep], atol=1e-5)
-
-
-def supported(model: Any, module: Any) -> list[str]:
-    """The arguments that are supported of a part of a model by its own error."""
-    with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match="supported are") as raised:
-        module(input_ids=torch.arange(1, 7)[None], never_heard_of=torch.ones(1, 6))
-    return str(raised.value).partition("supported are ")[2].partition(";")[0].split(", ")
-
-
-BY_KEYWORD = {
-    "shift_labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
-    "output_hidden_states", "return_dict",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["ernie", "qwen3_vl", "gemma3", "llama"])
-def test_what_is_supported_are_arguments_of_the_users_model(kind: str) -> None:
-    model: Any = ernie() if kind == "ernie" else build(Architecture(kind, "dense") if kind == "llama" else EVERY[kind])
-    names, taken = supported(model, model), set(inspect.signature(type(model).forward).parameters)
-    assert len(names) == len(set(names)) and set(names) - BY_KEYWORD <= taken, names
-    assert BY_KEYWORD | {"input_ids", "attention_mask", "position_ids", "labels"} <= set(names)
-    assert ("pixel_values" in names) == (kind != "llama") and ("token_type_ids" in names) == (kind == "gemma3")
-    assert ("moe_mm_token_type_ids" in names) == (kind == "ernie")
-    assert not {"logits_to_keep", "use_cache", "cache", "past_key_values", "kwargs", "never_heard_of"} & set(names)
-    of_base = supported(model, model.base_model)
-    assert not {"labels", "shift_labels", "num_items_in_batch"} & set(of_base) and {"input_ids"} < set(of_base)
-
-
-class Handing(transformers.LlavaModel):
-    """Hands its text model, beside images, a mask that the user did not give."""
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        own = {"vision_mask": named["input_ids"] == IMAGE} if named.get("pixel_values") is not None else {}
-        return super().forward(*args, **named, **own)
-
-
-def test_what_a_model_hands_to_its_text_model_is_not_said_to_be_given() -> None:
-    model, every = build(EVERY["llava"], dtype=torch.float32), bring("llava", "one", 2, torch.float32)
-    model.model.__class__ = Handing
-    says = (
-        "LlavaForConditionalGeneration hands vision_mask to its LlamaModel, which .* between ranks; train it with data"
-    )
-
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm), pytest.raises((NotImplementedError, ValueError), match=says):
-            own(**batch_of("llava", "right", every[comm.rank], own))
-
-    run_threads(2, rank)

@@ -101,27 +101,6 @@ def test_wrappers_that_average(how: str) -> None:
             assert float((grad - whole.grads[name]).abs().max()) <= 1e-5 * most, name
 
 
-def test_autocast_reaches_the_layers_and_the_head() -> None:
-    model, every = build("llama"), batches("right", RANKS)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = [float(model(**batch).loss.detach()) for batch in every]
-    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in every]
-    mean = sum(x * n for x, n in zip(expected, counts, strict=True)) / sum(counts)
-
-    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = own(**every[comm.rank]).loss
-            loss.backward()
-        return float(loss.detach()), {name: p.grad for name, p in own.named_parameters()}
-
-    exact = one_process(model, every, True)
-    for loss, grads in run_threads(RANKS, rank):
-        assert loss == pytest.approx(mean, rel=2e-2) and loss == pytest.approx(float(exact.loss), rel=2e-2)
-        assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads.values())
-
-
 class Adapter(nn.Module):
     """Calls the forward of a model, and not the model, as adapters do."""
 
@@ -275,15 +254,3 @@ def test_a_model_in_a_model_is_parallel_once() -> None:
     with seqpar.parallelize(model, comm), pytest.raises(ValueError, match="LlamaModel is parallel already"):
         seqpar.parallelize(model.model, comm)
     model(**batch)
-
-
-def test_an_attention_that_is_set_later_is_refused_and_a_softcap_is_in_the_loss() -> None:
-    model, every = build("gemma3"), batches("right", 1)
-    with seqpar.parallelize(model, LocalComm()):
-        model.config.final_logit_softcapping = 1.0
-        loss = float(model(**every[0]).loss.detach())
-        model.set_attn_implementation("sdpa")
-        with pytest.raises(NotImplementedError, match="'sdpa' after parallelize"):
-            model(**every[0])
-    model.set_attn_implementation("eager")
-    assert loss == pytest.approx(float(one_process(model, every, causal=True).loss), rel=1e-6)
