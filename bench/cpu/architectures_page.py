@@ -6,37 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 HEAD = """\
-# The architectures of transformers
+# Architectures of transformers
 
 {total} cases of transformers {transformers}, tiny and with random weights, were trained for one step on {ranks} ranks
-by every documented way in, in fp64 and in fp32. They are {kinds} of its {model_types} model types, and {variants}
+by both documented methods, in fp64 and in fp32. They are {kinds} of its {model_types} model types, and {variants}
 variants of these: other heads, positions, rotary embeddings and losses. By `seqpar.parallelize(model, comm)` {parallel}
 cases are exact, {packed}and {refused} are refused by name, before anything is sent. None is silently wrong.
 
-*Exact* means that loss and gradients are those of one process: within {float64:g} in fp64 and {float32:g} in fp32, of
-the loss and of the model's largest gradient. A model that rounds more than that by itself in fp32 must come as near to
-fp64 as one process does.
+*Exact* means that loss and gradients match a single-process run within {float64:g} in fp64 and {float32:g} in fp32,
+relative to the loss and to the model's largest gradient. A model with larger rounding errors in fp32 on one process
+must be as close to fp64 on {ranks} ranks as on one.
 
-| column | the way in |
+| column | method |
 |---|---|
-| `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches, documents cut between ranks |
-| registered | `attn_implementation="seqpar"` and [rows of your own](transformers.md#your-own-rows) |
+| `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches, documents split over ranks |
+| registered | `attn_implementation="seqpar"` and [your own rows](transformers.md#your-own-rows) |
 
 *packed* means packed batches only. *whole runs* means layouts that give a rank consecutive rows, such as
-`Layout.contiguous`. A dash means that transformers does not offer this way for the model, or that the way has nothing
-to share out: encoder-decoders, vision, audio and classifiers of sequences have no row for every token.
+`Layout.contiguous`. A dash means that transformers does not offer this method for the model, or that there is nothing
+to split: encoder-decoders, vision, audio and classifiers of sequences do not have one row per token.
 
-What was not tried:
+Not tested:
 
-- **Sound, and images by other ways in.** Vision-language models got images on one of the ranks under `parallelize`, and
-  text alone under registered, which takes rows of tokens.
-- **Everything large.** Each model has few layers, 32 features and fewer than 30 tokens, on {ranks} ranks on a CPU;
-  other tests vary ranks, lengths and masks. Pretrained weights, bf16 and GPUs are not in the table.
-- **The other model types.** They meet the same checks when `parallelize` is called, by config, by modules and by a
-  trial on a few tokens, and are accepted or refused by name; nobody has compared their gradients with one process's.
+- **Sound, and images by the other method.** Vision-language models got images on one of the ranks with `parallelize`,
+  and text alone in the column "registered", because it takes rows of tokens.
+- **Large models.** Each model has few layers, 32 features and fewer than 30 tokens, on {ranks} ranks on a CPU; other
+  tests vary ranks, lengths and masks. Pretrained weights, bf16 and GPUs are not in the table.
+- **The other model types.** `parallelize` checks them in the same way, by config, by modules and by a trial on a few
+  tokens, and accepts them or refuses them by name; their gradients have not been compared with a single-process run.
 
-The figures are `bench/results/architectures.json`, made with torch {torch}. `python -m bench.cpu.architectures` tries
-all cases again and rewrites this page; `python -m bench.cpu.architectures llama lfm2` tries some.
+The figures are in `bench/results/architectures.json`, made with torch {torch}. `python -m bench.cpu.architectures` runs
+all cases again and rewrites this page; `python -m bench.cpu.architectures llama lfm2` runs some.
 """
 NAMES = {
     "dense": "Dense decoders",
