@@ -33,7 +33,7 @@ settings.load_profile("seqpar")
 # Files that take longest, in this order before all others, so that no worker is left with one of them at the end.
 LONGEST = (
     "test_sanitizers.py", "test_install.py", "kernels/test_compile.py", "kernels/test_triton_launches.py",
-    "test_docs.py", "test_examples.py", "ops/test_unions.py", "ops/test_trees.py", "ops/test_attention.py",
+    "test_docs.py", "test_examples.py", "ops/test_trees_and_unions.py", "ops/test_attention.py",
     "test_cli.py", "ecosystem/test_loops.py", "kernels/test_triton.py", "ops/test_guarantees.py", "test_package.py",
     "kernels/test_vendor.py", "integrations/hf/test_vision.py", "integrations/hf/test_loops.py",
     "integrations/test_diffusers.py", "kernels/test_triton_ends.py", "ops/test_compile.py",

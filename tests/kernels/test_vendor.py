@@ -881,34 +881,36 @@ def test_a_call_that_can_be_done_is_taken_by_name_also_where_it_rounds(name, spe
     assert ("gradients" in kernel.accuracy_loss(several)) == spec.grads
 
 
-def test_auto_takes_the_fastest_that_rounds_nothing_and_is_deterministic_if_asked(all_here) -> None:
-    assert choose("auto", HOPPER).name == "flash3"
-    assert choose("auto", replace(HOPPER, merges=True)).name == "triton"
-    assert choose("auto", replace(HOPPER, capability=100)).name == "triton", "nothing was measured there"
-    assert choose("auto", replace(HOPPER, softcap=True)).name == "triton"
-    assert choose("auto", replace(FREE, dim=96, v_dim=96)).name == "flash3"
+SEVERAL, FAST, STEADY = {"merges": True}, {"merges": True, "fast": True}, {"few_shapes": True}
 
 
-def test_fast_takes_a_library_for_several_steps(all_here, monkeypatch) -> None:
-    fast = replace(HOPPER, merges=True, fast=True)
-    kernel = choose("auto", fast)
-    assert kernel.name == "flash3" and kernel.merges and isinstance(kernel.rest, Triton)
-    assert choose("auto", replace(fast, capability=100)).name == "triton", "it stays first where no figures are"
-    assert choose("auto", replace(fast, softcap=True)).name == "triton"
-    assert choose("auto", replace(fast, dtype=torch.float32)).name == "triton"
-    monkeypatch.setattr(library, "installed", lambda package: None)
-    steady = replace(fast, deterministic=False, few_shapes=True)
-    assert choose("auto", steady).name == "cudnn"
-    assert choose("auto", replace(steady, few_shapes=False)).name == "triton", "measured faster than FlashAttention-2"
-    assert choose("auto", replace(steady, merges=True, fast=False)).name == "triton"
-
-
-def test_fast_takes_a_library_for_trees(all_here) -> None:
-    """Their rows have several parts even in one step."""
-    tree = replace(HOPPER, until=True)
-    kernel = choose("auto", replace(tree, fast=True))
-    assert kernel.name == "flash3" and kernel.merges and isinstance(kernel.rest, Triton)
-    assert choose("auto", tree).name == "triton"
+@pytest.mark.parametrize(
+    ("flash3", "spec", "name"),
+    [
+        (True, HOPPER, "flash3"), (True, replace(FREE, dim=96, v_dim=96), "flash3"),
+        (True, replace(HOPPER, **FAST), "flash3"), (True, replace(HOPPER, until=True, fast=True), "flash3"),
+        # it rounds parts, which only "fast" allows; the rows of a tree have several parts even in one step
+        (True, replace(HOPPER, **SEVERAL), "triton"), (True, replace(HOPPER, until=True), "triton"),
+        # it is first only where figures are, and takes neither all dtypes nor all options
+        (True, replace(HOPPER, capability=100), "triton"), (True, replace(HOPPER, **FAST, capability=100), "triton"),
+        (True, replace(HOPPER, softcap=True), "triton"), (True, replace(HOPPER, **FAST, softcap=True), "triton"),
+        (True, replace(HOPPER, **FAST, dtype=torch.float32), "triton"),
+        # every new length takes cuDNN a plan; with Triton's backward it is deterministic
+        (False, replace(FREE, **STEADY), "cudnn"), (False, replace(HOPPER, **STEADY), "cudnn"),
+        (False, replace(HOPPER, grads=False, **STEADY), "cudnn"), (False, replace(FREE, **FAST, **STEADY), "cudnn"),
+        (False, FREE, "triton"), (False, replace(HOPPER, grads=False), "triton"),
+        (False, replace(FREE, **FAST), "triton"), (False, replace(FREE, **SEVERAL, **STEADY), "triton"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_fastest_that_rounds_nothing_and_is_deterministic_if_asked(
+    flash3, spec, name, all_here, monkeypatch
+) -> None:
+    if not flash3:
+        monkeypatch.setattr(library, "installed", lambda package: None)
+    kernel = choose("auto", spec)
+    assert kernel.name == name
+    if name == "flash3" and spec.fast:
+        assert kernel.merges and isinstance(kernel.rest, Triton)
 
 
 @pytest.mark.parametrize(
@@ -949,16 +951,6 @@ def test_documents_of_one_length_give_a_library_of_squares_few_shapes(transport)
     assert by_batch[0] == by_batch[1] and max(map(len, by_batch[0])) <= (3 if transport == "ring" else 8)
 
 
-def test_auto_without_flash_attention_3(all_here, monkeypatch) -> None:
-    monkeypatch.setattr(library, "installed", lambda package: None)
-    steady = {"few_shapes": True}
-    assert choose("auto", replace(FREE, **steady)).name == "cudnn"
-    assert choose("auto", replace(HOPPER, **steady)).name == "cudnn", "with Triton's backward, which is deterministic"
-    assert choose("auto", replace(HOPPER, grads=False, **steady)).name == "cudnn"
-    assert choose("auto", FREE).name == "triton", "every new length would take cuDNN a plan"
-    assert choose("auto", replace(HOPPER, grads=False)).name == "triton"
-
-
 def test_the_order_on_cuda_is_that_of_figures_where_there_are_some() -> None:
     assert order(replace(HOPPER, few_shapes=True)) == (
         "flash3", "cudnn", "triton", "flash2", "aten_flash", "flash4", "blockwise", "reference",
@@ -990,17 +982,6 @@ def test_explain_has_a_line_for_every_kernel(all_here) -> None:
     assert lines["flash2"].startswith("yes: flash2 rounds") and lines["triton"] == "yes"
     with pytest.raises(NotImplementedError, match="(?s)no kernel for int32 on cpu.*blockwise +no: blockwise has no"):
         choose("auto", replace(HOPPER, device="cpu", dtype=torch.int32))
-
-
-def test_available_says_why_not() -> None:
-    found = available()
-    assert set(found) == {k.name for k in (*KERNELS, *VENDORS)}
-    assert found["aten"] is None and found["blockwise"] is None
-    if not torch.cuda.is_available():
-        assert all(found[made.name] for made in LIBRARIES)
-    for package, name in (("flash-attn", "flash2"), ("flash-attn-3", "flash3"), ("flash-attn-4", "flash4")):
-        if library.installed(package) is None:
-            assert found[name] == f"{package} is not installed"
 
 
 @pytest.mark.parametrize(

@@ -123,14 +123,6 @@ def broken(self, *arguments: object, **options: object) -> None:
     raise FloatingPointError("the kernel broke")
 
 
-def fails_inside(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:
-    """What a rank gets when rank 1 fails after a wait, in the call and in the next one."""
-    call(comm, plan)
-    if comm.rank == 1:
-        comm = Breaking(comm, method)
-    return (*outcomes(comm, plan), method)
-
-
 def outcomes(comm: Comm, plan: Plan) -> list[str]:
     said = []
     for _ in range(2):
@@ -142,31 +134,6 @@ def outcomes(comm: Comm, plan: Plan) -> list[str]:
     return said
 
 
-class Breaking:
-    """A comm whose rank fails as soon as something has arrived in the forward or backward pass."""
-
-    def __init__(self, comm: Comm, method: str) -> None:
-        self.comm, self.method, self.calls = comm, method, 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.comm, name)
-
-    def exchange(self, sends, recvs, *, tag):
-        work = self.comm.exchange(sends, recvs, tag=tag)
-        return Failing(work) if (tag.phase > 2) == (self.method == "backward") else work
-
-
-class Failing:
-    """A work after which this rank fails."""
-
-    def __init__(self, work) -> None:
-        self.work = work
-
-    def wait(self) -> None:
-        self.work.wait()
-        raise FloatingPointError("the kernel broke")
-
-
 def assert_named(results: list[tuple[str, str, str]]) -> None:
     for rank, (first, second, _) in enumerate(results):
         if rank == 1:
@@ -175,17 +142,6 @@ def assert_named(results: list[tuple[str, str, str]]) -> None:
             assert first.startswith("PeerError") and "root cause: rank 1" in first
             assert "attention, call 1: FloatingPointError: the kernel broke" in first
         assert second.startswith("PeerError") and "FloatingPointError: the kernel broke" in second
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("method", ["forward", "backward"])
-def test_a_rank_that_fails_inside_a_call_is_the_root_cause(transport, method) -> None:
-    assert_named(run_threads(4, fails_inside, plan_for(4, transport), method))
-
-
-@pytest.mark.parametrize("method", ["forward", "backward"])
-def test_a_process_that_fails_inside_a_call_is_the_root_cause(method) -> None:
-    assert_named(run_processes(3, fails_inside, plan_for(3), method))
 
 
 def kernel_fails(comm: Comm, plan: Plan, method: str) -> tuple[str, str, str]:

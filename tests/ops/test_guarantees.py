@@ -54,49 +54,6 @@ def test_each_key_and_each_gradient_crosses_nodes_once() -> None:
     assert sum(crossing[1]) == n * row * (2 + 4), "keys again, in bfloat16, and gradients, in float32"
 
 
-def test_keys_without_gradients_enter_a_node_and_nothing_leaves() -> None:
-    plan = Case("full", "striped", "fetch", 4, 1, (32,), stage_bytes=4 * 4096, node=2).plan()
-    sent = run_threads(4, counted, plan, (2, 2), (4, 4), "float32", True, False)
-    assert [s[0] for s in sent] == [s[1] for s in sent]
-    assert np.all([sum(s[0].values()) > 0 for s in sent])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ulysses", [1, [4, 2, 4, 2, 4]], ids=["flat", "ulysses"])
-def test_documents_on_one_rank_move_nothing(transport, ulysses) -> None:
-    lengths = [5, 3, 9, 1, 4]
-    edges = np.cumsum([0, *lengths])
-    docs = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    layout = Layout([docs[2], np.append(docs[4], docs[0]), docs[1], docs[3]])
-    plan = Plan(Mask(lengths), layout, transport=transport, ulysses=ulysses)
-    for recorder in run_threads(4, recorded, plan):
-        assert recorder.exchanges == []
-        assert plan.widths.tolist() == [1] * 5
-
-
-@pytest.mark.parametrize("transport", ["fetch", "ring"])
-@pytest.mark.parametrize(("window", "ranks"), [(0, 4), (1, 4), (5, 3), (6, 4), (7, 8), (11, 4)])
-def test_a_window_moves_only_the_halo(transport, window, ranks) -> None:
-    tokens = 6 * ranks
-    plan = Plan(Mask([tokens], window=(window, 0)), Layout.contiguous(tokens, ranks), transport=transport)
-    row = 2 * (4 + 4) * 8
-    for rank, recorder in enumerate(run_threads(ranks, recorded, plan)):
-        received = sum(r for phase, _, _, r in recorder.exchanges if phase == Phase.KEYS)
-        assert received == min(window, 6 * rank) * row
-        given = sum(s for phase, _, s, _ in recorder.exchanges if phase == Phase.BACK_GRADS)
-        if transport == "fetch" or window <= 6:
-            assert given == received
-
-
-@pytest.mark.parametrize("transport", ["ring", "double_ring"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
-def test_a_full_ring_makes_one_exchange_less_than_ranks(transport, ranks) -> None:
-    plan = Plan(Mask([3 * ranks], causal=False), Layout.contiguous(3 * ranks, ranks), transport=transport)
-    for recorder in run_threads(ranks, recorded, plan):
-        assert recorder.posted(Phase.KEYS) == list(range(1, ranks))
-        assert recorder.posted(Phase.BACK_KEYS) == list(range(1, ranks))
-
-
 @pytest.mark.parametrize(("ranks", "ulysses", "node"), [(4, 1, None), (4, 2, None), (6, 1, 3)])
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "arbitrary"])
 @pytest.mark.sampled(3)

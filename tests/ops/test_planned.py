@@ -1,4 +1,4 @@
-"""Attention under the planner's plans equals one device, and so do losses and gradients of a decoder.
+"""Attention under the planner's plans equals one device.
 
 The machines are made up, so that batches of a few dozen tokens are planned as ones of thousands are: documents are
 spread and cut, and share heads in several widths.
@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-import seqpar
-from seqpar import Hardware, Mask, MicroBatch, ModelShape, Plan, plan_batch, plan_step
-from seqpar.comm import Comm, shm
+from seqpar import Hardware, Mask, ModelShape, Plan, plan_batch
+from seqpar.comm import shm
 from seqpar.planner import AttentionCost, Link
 from seqpar.planner.groups import Fetching
 from seqpar.planner.nested import Nest, nested
 from seqpar.planner.place import Documents, layout_of
-from seqpar.testing import dense_attention, run_processes, run_threads
+from seqpar.testing import run_processes
 from tests.cases import examples
-from tests.ops.cases import EACH, HEADS, OUT, TOLERANCE, Options, check, options_strategy
+from tests.ops.cases import EACH, HEADS, OUT, Options, check, options_strategy
 
 MODEL = dataclasses.replace(ModelShape.preset("tiny"), windows=(None, 5))
 BANDWIDTHS = (1e6, 1e9, 1e12)  # of links that are too slow to use where that can be helped, and that cost nothing
@@ -139,104 +132,3 @@ def test_plans_over_processes_equal_one_device(run: Callable[..., Any]) -> None:
         widths |= set(plan.widths.tolist())
         degrees |= set(plan.degrees.tolist())
     assert widths >= {1, 2, 4} and degrees >= {1, 2, 4}
-
-
-@functools.cache
-def decoder() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "examples" / "decoder.py"
-    spec = importlib.util.spec_from_file_location("decoder", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["decoder"] = module  # where dataclasses look for annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-def model_of(seed: int) -> torch.nn.Module:
-    """A tiny decoder in float64 with the same weights in every thread and process."""
-    d = decoder()
-    sizes = {"dim": 16, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 4, "hidden": 24}
-    model = d.Decoder(d.Config(vocabulary=11, **sizes), torch.float64).double()
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=g) * 0.3)
-    return model
-
-
-def batch_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and labels with -100 where a document ends."""
-    tokens = torch.randint(0, 11, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    labels = tokens.roll(-1)
-    labels[torch.tensor(lengths).cumsum(0) - 1] = -100
-    return tokens, labels
-
-
-def of_documents(x: Tensor, lengths: list[int], documents: np.ndarray) -> Tensor:
-    parts = x.split(lengths)
-    return torch.cat([parts[i] for i in documents])
-
-
-def loss_of(
-    model: torch.nn.Module, tokens: Tensor, positions: np.ndarray, labels: Tensor, attends: list[Callable[..., Tensor]]
-) -> Tensor:
-    """Summed cross-entropy; layer after layer attends in its own way."""
-    calls = iter(attends)
-    logits = model(tokens, torch.from_numpy(positions), lambda q, k, v: next(calls)(q, k, v))
-    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-
-
-def train_rank(comm: Comm, step: list[MicroBatch], lengths: list[int], seed: int) -> list[Tensor]:
-    """One rank's share of the loss and of the gradients of a global batch."""
-    model, (tokens, labels) = model_of(seed), batch_of(lengths, seed)
-    total = torch.zeros((), dtype=torch.float64)
-    for documents, plan in step:
-        plans = [plan, plan.with_mask(Mask(plan.mask.lengths, window=(5, None)))]
-        mine, wanted = (seqpar.shard(of_documents(x, lengths, documents), plan, comm.rank) for x in (tokens, labels))
-        attends = [functools.partial(seqpar.attention, plan=p, comm=comm) for p in plans]
-        loss = loss_of(model, mine, plan.rope_positions(comm.rank), wanted, attends) / sum(lengths)
-        loss.backward()
-        total += loss.detach()
-    return [total, *(p.grad for p in model.parameters())]
-
-
-def train_alone(lengths: list[int], seed: int) -> list[Tensor]:
-    """The loss and the gradients of the whole batch on one device."""
-    model, (tokens, labels) = model_of(seed), batch_of(lengths, seed)
-    masks = [Mask(lengths), Mask(lengths, window=(5, None))]
-    attends = [lambda q, k, v, m=m: dense_attention(q, k, v, m)[0] for m in masks]
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    loss = loss_of(model, tokens, positions, labels, attends) / sum(lengths)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-def check_training(step: list[MicroBatch], lengths: list[int], seed: int, run: Callable[..., Any]) -> None:
-    ranks = step[0].plan.ranks
-    shares = run(ranks, train_rank, step, lengths, seed)
-    for share, expected in zip(zip(*shares, strict=True), train_alone(lengths, seed), strict=True):
-        got = torch.stack(share).sum(0)
-        assert bool(((got - expected).abs() <= TOLERANCE).all()), (lengths, ranks, float((got - expected).abs().max()))
-
-
-def step_of(lengths: list[int], ranks: int, micro_batches: int, bandwidth: float = 1e9) -> list[MicroBatch]:
-    count = min(micro_batches, len(lengths))
-    return plan_step(lengths, ranks, model=MODEL, hardware=machine(bandwidth), micro_batches=count)
-
-
-@examples(15)
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 8), st.integers(1, 3),
-    st.sampled_from(BANDWIDTHS), st.integers(0, 1000),
-)  # fmt: skip
-def test_losses_and_gradients_equal_one_process(lengths, ranks, micro_batches, bandwidth, seed) -> None:
-    check_training(step_of(lengths, ranks, micro_batches, bandwidth), lengths, seed, run_threads)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_losses_and_gradients_over_processes_equal_one_process(run: Callable[..., Any]) -> None:
-    lengths = [33, 5, 12, 1, 24, 7]
-    for micro_batches in (1, 2):
-        step = step_of(lengths, 4, micro_batches)
-        assert len(step) == micro_batches and max(int(m.plan.widths.max()) for m in step) > 1
-        check_training(step, lengths, 7, run)

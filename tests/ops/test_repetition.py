@@ -185,15 +185,6 @@ def test_batches_with_their_own_plans_and_several_calls_in_a_region(run: Run, or
     assert_same(run, region, order)
 
 
-@ANY
-def test_backward_of_a_batch_before_the_forward_of_the_next(run: Run) -> None:
-    comm, x, expected = LocalComm(), rows(), rows()
-    for plan in (*PLANS, *PLANS):
-        run(lambda x, plan=plan: attend(x, plan, comm), x).square().sum().backward()
-        attend(expected, plan, comm).square().sum().backward()
-    torch.testing.assert_close(x.grad, expected.grad, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("context", [save_attention, partial(create_selective_checkpoint_contexts, [])])
 def test_selective_checkpoints(context: Callable[[], Any]) -> None:
     comm = LocalComm()

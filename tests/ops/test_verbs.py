@@ -214,16 +214,17 @@ def test_unshard_and_shard_have_their_adjoints(case, dim, direct) -> None:
     assert ax_y == x_aty
 
 
-def low_precision(comm: Comm, plan: Plan) -> Tensor:
+def low_precision(comm: Comm, plan: Plan, verb: str) -> Tensor:
     x = torch.zeros(plan.rows(comm.rank), dtype=torch.bfloat16, requires_grad=True)
     y = torch.full((plan.mask.tokens,), 256.0 if comm.rank == 0 else 0.75, dtype=torch.bfloat16)
-    seqpar.unshard(x, plan, comm).backward(y)
+    getattr(seqpar, verb)(x, plan, comm).backward(y)
     return x.grad
 
 
-def test_unshard_sums_gradients_in_float32() -> None:
-    plan = Plan(Mask([8]), Layout.contiguous(8, 8))
-    for got in run_threads(8, low_precision, plan):
+@pytest.mark.parametrize("verb", ["unshard", "fetch"])
+def test_unshard_sums_gradients_in_float32(verb) -> None:
+    plan = Plan(Mask([8], causal=False), Layout.contiguous(8, 8))
+    for got in run_threads(8, low_precision, plan, verb):
         assert got.tolist() == [262.0]  # 256 + 7 * 0.75 rounded once; bf16 sums would stay at 256
 
 

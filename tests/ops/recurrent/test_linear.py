@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import recurrent
@@ -23,65 +19,13 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.plan import Plan
-from seqpar.testing import COMMS, dense_linear_attention, relative_rms, run_processes, run_threads
-from tests.cases import LAYOUTS, examples
-from tests.ops.recurrent.cases import FAMILIES, Family, agrees, on_a_rank, plan_of, plans, poisoned, put
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-@pytest.mark.sampled(6)
-def test_families_under_layouts(decay, beta, layout) -> None:
-    agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True))
-
-
-@examples(40)
-@given(
-    plans(), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from([0.0, 0.3, 80.0]),
-    st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]), st.sampled_from(["auto", "chunked", "reference"]),
-    st.integers(0, 9),
-)  # fmt: skip
-def test_ranks_compute_what_one_device_does(plan, family, initial, strength, heads, kernel, seed) -> None:
-    decay, beta = family
-    groups, count = heads
-    case = Family(decay, beta, initial, strength, groups, count)
-    agrees(plan, case, seed=seed, kernel=kernel)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
-def test_three_documents_cut_at_every_place(decay, beta, ranks) -> None:
-    lengths = (5, 3, 4)
-    for cut in range(13):
-        shards = [np.zeros(0, int)] * ranks
-        shards[0], shards[-1] = np.arange(cut), np.arange(cut, 12)
-        shards = shards if ranks > 1 else [np.arange(12)]
-        agrees(Plan(Mask(lengths), seqpar.Layout(shards)), Family(decay, beta, initial=cut % 2 == 0))
-
-
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-@pytest.mark.sampled(2)
-def test_documents_of_several_chunks(decay, beta) -> None:
-    agrees(plan_of("zigzag", (150, 70, 300), 2), Family(decay, beta))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-def test_a_long_document(decay, beta) -> None:
-    agrees(
-        plan_of("contiguous", (65_536,), 4),
-        Family(decay, beta, dim=16, values=16, groups=1, heads=1, unit=True),
-        tolerance=1e-10,
-    )
-
-
-@pytest.mark.parametrize("comm", COMMS)
-def test_over_processes(comm) -> None:
-    def run(ranks, *arguments):
-        return run_processes(ranks, *arguments, comm=comm)
-
-    agrees(plan_of("zigzag", (9, 20, 3), 3), Family("scalar", beta=True, initial=True), run)
+from seqpar.testing import dense_linear_attention, relative_rms, run_threads
+from tests.ops.recurrent.cases import (
+    Family,
+    on_a_rank,
+    plan_of,
+    put,
+)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
@@ -117,73 +61,6 @@ def test_a_rank_among_several_errs_no_more_than_one_alone(dtype) -> None:
             put(out, part, plan, rank)
         errors.append(relative_rms(out, expected))
     assert errors[1] <= 1.2 * errors[0]
-
-
-def test_documents_that_no_two_ranks_share_move_nothing() -> None:
-    plan = Plan(Mask((9, 9, 5, 5)), seqpar.Layout.contiguous(28, 1))
-    whole = Plan(plan.mask, seqpar.Layout([np.arange(18), np.arange(18, 28)]))
-    family = Family("channel", beta=True)
-    weights = [torch.ones(28, 4, 2, dtype=torch.float64), torch.ones(4, 4, 3, 2, dtype=torch.float64)]
-    for cut, expected in ((whole, 0), (plan_of("contiguous", (9, 19), 2), 1)):
-        results = run_threads(2, on_a_rank, cut, family, 0, torch.float64, weights, {})
-        assert [exchanges for *_, exchanges in results] == [expected] * 2
-
-
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-@pytest.mark.parametrize("value", [3.0, torch.nan])
-@pytest.mark.sampled(3)
-def test_a_document_changes_no_bit_of_another(decay, beta, value) -> None:
-    plan, family = plan_of("blocks", (5, 6, 7), 2), Family(decay, beta)
-    weights = [torch.ones(18, 4, 2, dtype=torch.float64), torch.ones(3, 4, 3, 2, dtype=torch.float64)]
-    inside = torch.arange(5, 11)
-    runs = []
-    for changed in (False, True):
-
-        def inputs(mask, *arguments, changed=changed):
-            rows = Family.inputs(family, mask, *arguments)
-            for x in rows[:5]:
-                if x is not None and changed:
-                    x[7] = -value if x is rows[3] else value
-            return rows
-
-        class Changed(Family):
-            pass
-
-        Changed.inputs = lambda self, mask, *arguments, inputs=inputs: inputs(mask, *arguments)
-        case = Changed(decay, beta)
-        out, dv = torch.zeros(18, 4, 2, dtype=torch.float64), torch.zeros(18, 4, 2, dtype=torch.float64)
-        for rank, (part, _, grads, _) in enumerate(
-            run_threads(2, on_a_rank, plan, case, 0, torch.float64, weights, {})
-        ):
-            put(out, part, plan, rank)
-            put(dv, grads[2], plan, rank)
-        runs.append((out, dv))
-    for before, after in zip(*runs, strict=True):
-        same = (before == after).flatten(1).all(1)
-        same[inside] = True
-        assert same.all()
-    assert not torch.equal(runs[0][0][inside], runs[1][0][inside])
-
-
-def repeated(comm: Comm, plan: Plan, reentrant: bool) -> list[Tensor]:
-    """Gradients under a checkpoint, and without."""
-    found = []
-    for wrap in (False, True):
-        mine = [poisoned(x, plan, comm.rank) for x in Family(beta=True).inputs(plan.mask)[:5]]
-
-        def layer(q, k, v, decay, beta):
-            return recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta)
-
-        out = checkpoint(layer, *mine, use_reentrant=reentrant) if wrap else layer(*mine)
-        out.sum().backward()
-        found.append(torch.cat([x.grad.flatten() for x in mine]))
-    return found
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_recompute_it(reentrant) -> None:
-    for plain, recomputed in run_threads(2, repeated, plan_of("zigzag", (9, 7), 2), reentrant):
-        assert torch.equal(plain, recomputed)
 
 
 class Latest(PlanSource):

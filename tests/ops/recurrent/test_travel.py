@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import recurrent
@@ -20,30 +19,16 @@ from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import LATENCY, halo_bytes, halo_way, layer_way, state_bytes, state_way
 from seqpar.plan.travel_counts import chained, gathered, neighbours, relaid
-from seqpar.testing import COMMS, run_processes, run_threads
-from tests.cases import LAYOUTS, examples
-from tests.ops.recurrent.cases import FAMILIES, Family, agrees, plan_of, plans, poisoned
-
-WAYS = ("gather", "chain", "pipeline", "rows")
-
-
-@pytest.mark.parametrize("travel", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("decay", "beta"), [("scalar", False), ("channel", True)])
-@pytest.mark.sampled(5)
-def test_every_way_under_layouts(decay, beta, layout, travel) -> None:
-    agrees(plan_of(layout, (1, 9, 2, 17), 3), Family(decay, beta, initial=True), travel=travel)
-
-
-@examples(40)
-@given(
-    plans(), st.sampled_from(WAYS), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from([0.0, 0.3, 80.0]),
-    st.sampled_from([(1, 1), (2, 4), (3, 3)]), st.integers(0, 9),
-)  # fmt: skip
-def test_every_way_computes_what_one_device_does(plan, travel, family, initial, strength, heads, seed) -> None:
-    decay, beta = family
-    groups, count = heads
-    agrees(plan, Family(decay, beta, initial, strength, groups, count), seed=seed, travel=travel)
+from seqpar.testing import run_threads
+from tests.cases import examples
+from tests.ops.recurrent.cases import (
+    WAYS,
+    Family,
+    agrees,
+    plan_of,
+    plans,
+    poisoned,
+)
 
 
 def test_a_striped_layout_moves_rows_unasked() -> None:
@@ -52,64 +37,6 @@ def test_a_striped_layout_moves_rows_unasked() -> None:
     layer = RecurrentLayer(4, 16, 16, 2, delta=True).bytes("float64", gates="float64")
     assert layer_way(document_runs(plan), layer).travel == "rows"
     agrees(plan, family)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("travel", ["chain", "pipeline", "rows"])
-@pytest.mark.parametrize(("decay", "beta"), FAMILIES)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
-def test_three_documents_cut_at_every_place(decay, beta, ranks, travel) -> None:
-    for cut in range(13):
-        for other in (cut, 12):
-            shards = [np.zeros(0, int)] * ranks
-            shards[0], shards[-1] = np.arange(cut), np.arange(cut, other)
-            shards[ranks // 2] = np.concatenate([shards[ranks // 2], np.arange(other, 12)])
-            plan = Plan(Mask((5, 3, 4)), seqpar.Layout(shards))
-            agrees(plan, Family(decay, beta, initial=cut % 2 == 0), travel=travel)
-
-
-@pytest.mark.parametrize("travel", WAYS)
-def test_late_messages(travel) -> None:
-    def run(ranks, *arguments):
-        return run_threads(ranks, *arguments, delay=0.002)
-
-    agrees(plan_of("zigzag", (9, 14), 3), Family("scalar", beta=True, initial=True), run, travel=travel)
-
-
-@pytest.mark.parametrize("travel", ["chain", "pipeline", "rows"])
-@pytest.mark.parametrize("comm", COMMS)
-def test_over_processes(comm, travel) -> None:
-    def run(ranks, *arguments):
-        return run_processes(ranks, *arguments, comm=comm)
-
-    agrees(plan_of("zigzag", (9, 20, 3), 3), Family("scalar", beta=True, initial=True), run, travel=travel)
-
-
-def differently(comm: Comm, plan: Plan, travel: str) -> list[list[Tensor]]:
-    """Gradients of a plain call, under both kinds of checkpoint, and of the op that graphs call."""
-    found = []
-    for kind in ("plain", "checkpoint", "reentrant", "op"):
-        mine = [poisoned(x, plan, comm.rank) for x in Family(beta=True).inputs(plan.mask)[:5]]
-
-        def layer(q, k, v, decay, beta):
-            return recurrent.linear_attention(q, k, v, plan, comm, decay=decay, beta=beta, travel=travel)
-
-        if kind == "op":
-            out = torch.ops.seqpar.linear_attention(
-                *mine, None, [seqpar.bind(plan, comm)], None, False, "auto", travel, False, [True] * 5 + [False]
-            )[0]
-        else:
-            out = layer(*mine) if kind == "plain" else checkpoint(layer, *mine, use_reentrant=kind == "reentrant")
-        out.square().sum().backward()
-        found.append([out.detach(), *(x.grad for x in mine)])
-    return found
-
-
-@pytest.mark.parametrize("travel", WAYS)
-def test_checkpoints_and_graphs_take_every_way(travel) -> None:
-    for plain, *others in run_threads(2, differently, plan_of("blocks", (9, 7), 2), travel):
-        for other_way in others:
-            assert all(torch.equal(x, y) for x, y in zip(plain, other_way, strict=True))
 
 
 def scanned(
@@ -210,36 +137,6 @@ def test_what_passes_between_nodes_is_counted_as_it_is_asked_for(plan, node, rea
 def recurrent_rank(runs: DocumentRuns) -> np.ndarray:
     """The rank of each row."""
     return np.repeat(runs.rank, runs.count)
-
-
-def counted(comm: Comm, plan: Plan, family: Family, travel: str) -> list[tuple[int, int]]:
-    rows = [poisoned(x, plan, comm.rank) for x in family.inputs(plan.mask)[:5]]
-    counts = []
-
-    def note() -> None:
-        counts.append((comm.stats.bytes_sent, comm.stats.bytes_received))
-        comm.stats.reset()
-
-    note()
-    out = recurrent.linear_attention(*rows[:3], plan, comm, decay=rows[3], beta=rows[4], travel=travel)
-    note()
-    out.sum().backward()
-    note()
-    return counts[1:]
-
-
-@examples(30)
-@given(plans(), st.sampled_from(["auto", *WAYS]), st.sampled_from(FAMILIES))
-def test_a_layer_sends_what_is_predicted(plan, travel, family) -> None:
-    decay, beta = family
-    case = Family(decay, beta)
-    shape = RecurrentLayer(case.heads, case.dim, case.values, case.groups, decay=decay, delta=beta)
-    layer = shape.bytes("float64", gates="float64")
-    runs = document_runs(plan)
-    expected = state_bytes(runs, layer, layer_way(runs, layer, travel))
-    for rank, counts in enumerate(run_threads(plan.ranks, counted, plan, case, travel)):
-        both = int(expected.sent[rank]), int(expected.received[rank])
-        assert counts == [both, both[::-1]]
 
 
 def filtered(comm: Comm, plan: Plan, x: Tensor, weight: Tensor, travel: str) -> tuple[Tensor, Tensor, Tensor, int]:
