@@ -345,7 +345,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, comm: seqpar.Comm) -> None:
         self.args, self.comm, self.clock = args, comm, Clock(comm.stats, args.model)
-        self.nudging_rank = 1 % comm.size  # in parallel with the reference if there is a second rank
+        self.nudging_rank = 1 % comm.size  # another rank's memory than the reference's, if there is one
         self.sharded = Trainer(args)
         self.reference = Trainer(args) if comm.rank == 0 else None
         self.nudged = Trainer(args) if comm.rank == self.nudging_rank else None
@@ -355,11 +355,13 @@ class Run:
         """Train every model on one batch."""
         batch, plan = loaded.batch, loaded.plan
         whole = torch.zeros(2, dtype=torch.float64)  # losses of the reference and of the nudged run
-        with threads(min(2, self.comm.size)):
+        # one after the other, each with all the threads that the ranks of the sharded step have together
+        with threads(1):
             started = time.perf_counter()
             if self.reference is not None:
                 whole[0] = self._whole(self.reference, batch)
             reference_seconds = time.perf_counter() - started
+            dist.barrier()
             if self.nudged is not None:
                 self.nudged.nudge(torch.finfo(DTYPES[self.args.dtype]).eps, self.generator)
                 whole[1] = self._whole(self.nudged, batch)
@@ -403,12 +405,16 @@ class Run:
         return loss
 
 
+def cores() -> int:
+    """The cores of this machine that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def threads(processes: int) -> Iterator[None]:
     """Divide this machine's cores among busy processes."""
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // processes))
+    torch.set_num_threads(max(1, cores() // processes))
     yield
     torch.set_num_threads(before)
 
@@ -440,9 +446,11 @@ class Report:
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         """The heading of the step lines, and the bar while the body runs."""
+        self.line("")
         self.line(
-            "step   one process      sharded   difference    tokens/s   planning       moved   documents at each degree"
+            "      loss in one      loss on        their    tokens/s    time to       bytes   documents by the ranks"
         )
+        self.line("step      process    all ranks   difference  on ranks        plan       moved   that share each")
         with self.bar or contextlib.nullcontext():
             yield
 
@@ -468,9 +476,9 @@ class Report:
 
 
 def degree_counts(plan: seqpar.Plan) -> str:
-    """Documents at every degree: ``1:3  2:1  4:1`` is three documents on one rank each, one on two, one on four."""
+    """Documents by the number of ranks that share each: ``3 on 1, 1 on 2, 1 on 4``."""
     degrees, counts = np.unique(np.asarray(plan.degrees), return_counts=True)
-    return "  ".join(f"{degree}:{count}" for degree, count in zip(degrees, counts, strict=True))
+    return ", ".join(f"{count} on {degree}" for degree, count in zip(degrees, counts, strict=True))
 
 
 def tolerance(rows: Sequence[Row], dtype: str) -> float:
@@ -577,6 +585,10 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
     weights = sum(p.numel() for p in run.sharded.model.parameters())
     width = f"for {args.machine.name}" if args.layout == "planned" else f"ulysses {args.ulysses}"
     report.line(
+        f"Training a small {args.model} on the source files of Python's standard library, {args.steps} steps: once in "
+        f"one process by plain PyTorch, once on {args.ranks} ranks by seqpar. The losses must agree up to rounding."
+    )
+    report.line(
         f"{args.ranks} ranks, {args.layout} layout, {args.transport} over {carrier(args, comm)}, {width}, "
         f"{args.dtype}; {args.model}, {args.tokens:,} tokens per batch, {weights:,} weights"
     )
@@ -600,8 +612,8 @@ def train(args: argparse.Namespace, comm: seqpar.Comm) -> bool:
         report.table(ranks)
         tokens, predicted = args.tokens * args.steps, sum(r.bytes_predicted for r in rows)
         report.line(
-            f"tokens/s: sharded {tokens / sum(r.seconds for r in rows):,.0f} on {args.ranks} ranks, "
-            f"one process on one thread {tokens / sum(r.reference_seconds for r in rows):,.0f}"
+            f"tokens/s on the same {cores()} cores: {tokens / sum(r.seconds for r in rows):,.0f} on {args.ranks} "
+            f"ranks, {tokens / sum(r.reference_seconds for r in rows):,.0f} in one process with a thread for each core"
         )
         report.line(f"bytes moved: {sum(r.bytes_moved for r in rows):,}; predicted by the plans: {predicted:,}")
         report.line(
@@ -669,6 +681,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "demo") -> int:
     """The launcher, or one rank's work."""
     args = arguments(argv, prog)
     if "RANK" not in os.environ:
+        print(f"Starting {args.ranks} processes; the first step takes a few seconds.", flush=True)
         return launch(args.ranks, Path(__file__).resolve(), sys.argv[1:] if argv is None else argv)
     # a rank blocked in gloo runs no Python handler: let Ctrl-C end it at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
