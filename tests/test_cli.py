@@ -19,6 +19,7 @@ import torch
 
 import seqpar
 from seqpar.cli import calibrate, doctor, main, output, plan, programs
+from seqpar.cli.lengths import lengths_of
 from seqpar.cli.output import CommandError, print_table
 from seqpar.comm import shm
 from seqpar.planner import Hardware, plan_batch
@@ -39,7 +40,40 @@ def test_plan_prints_the_plan_and_the_bytes_of_every_rank(capsys: pytest.Capture
     assert "causal, 3 documents, 1401 tokens" in out
     assert "transport fetch" in out
     assert "bytes sent in one layer (32 heads on 8 of 128, bfloat16)" in out
-    assert [line.split()[0] for line in out.strip().splitlines()[-4:]] == ["0", "1", "2", "3"]
+    table, _, legend = out.partition("to ranks\n")[2].partition("\n\n")
+    assert [line.split()[0] for line in table.splitlines()] == ["0", "1", "2", "3"]
+    columns = re.findall(r"^rank .*|^ +rank .*|^of a rank.*", out, re.MULTILINE)
+    assert len(columns) == 3 and legend.startswith("legend:\n  rows ")
+    for name in ("max/mean", "rows", "tokens", "area", "of mean", "keys in", "from", "steps", "forward", "backward"):
+        assert any(name in line for line in columns) or name in out
+        assert name in legend
+    assert out.startswith(
+        "4 ranks: attention at most 4.0 times as fast as on one rank, other layers at most 4.0 times; "
+    )
+
+
+def test_the_first_line_compares_the_plan_with_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def first(*flags: str) -> str:
+        assert main(["plan", *flags]) == 0
+        return capsys.readouterr().out.partition("\n")[0]
+
+    assert re.fullmatch(
+        r"8 ranks: [\d.]+ s a step, 7\.\d times as fast as one rank \([\d.]+ s, if it had \d+ GB instead of 72\); "
+        r"limited by attention, 7\d% of the time of rank \d",
+        first("--lengths", "131072,30000"),
+    )
+    small = ("--model", "tiny", "--hardware", "cpu")
+    assert re.fullmatch(
+        r"2 ranks: [\d.]+ ms a step, 0\.\d times as fast as one rank \([\d.]+ ms\); "
+        r"limited by exposed transfers, \d\d% of the time of rank \d",
+        first("--lengths", "40,30", "--ranks", "2", "--model", "tiny"),
+    )
+    assert first("--lengths", "500", "--ranks", "1", *small).startswith("1 rank: ")
+    uneven = first("--lengths", "500,20", "--ranks", "2", "--layout", "contiguous")
+    assert uneven.endswith("limited by the attended pairs of rank 1")
+    facts = planned(capsys, "--lengths", "500", "--ranks", "2", *small)
+    alone = plan_batch([500], 1, model="tiny", hardware="cpu").forecast
+    assert facts["one_rank"] == {"seconds": alone.seconds, "memory_bytes": alone.bytes}
 
 
 @pytest.mark.parametrize(("layout", "transport"), [("contiguous", "fetch"), ("zigzag", "ring"), ("striped", "gather")])
@@ -126,6 +160,74 @@ def test_lengths_come_from_files_and_standard_input(
         assert message in capsys.readouterr().err
 
 
+FILES = {
+    "a.csv": "id,length\nx,30\ny,5\n",
+    "semicolons.csv": "length;text\n30;a,b\n5;c\n",
+    "a.json": "[30, 5]",
+    "objects.json": '[{"length": 30}, {"length": 5}]',
+    "columns.json": '{"length": [30, 5], "other": [1, 2]}',
+    "a.jsonl": '{"length": 30}\n\n{"length": 5}\n',
+    "numbers.txt": "30\n5\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_lengths_come_from_a_column(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    assert lengths_of(str(path)) == [30, 5]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(FILES[name]))
+    assert lengths_of("-") == [30, 5]
+    if "length" in FILES[name]:
+        path.write_text(FILES[name].replace("length", "my tokens"))
+        assert lengths_of(str(path), "my tokens") == [30, 5]
+        with pytest.raises(CommandError, match=r"has no column 'length', its columns are .*; give --column NAME"):
+            lengths_of(str(path))
+
+
+def test_lengths_come_from_parquet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"length": [30, 5], "more": [1.5, 2.5]}), path)
+    assert planned(capsys, "--lengths", str(path), "--model", "tiny")["lengths"] == [30, 5]
+    for flags, message in (
+        (("--column", "n"), "a.parquet has no column 'n', its columns are length, more; give --column NAME"),
+        (("--column", "more"), "a.parquet, row 1: expected an integer of at most 18 digits, got 1.5"),
+    ):
+        assert main(["plan", "--lengths", str(path), *flags]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text("length\n5\n")
+    assert main(["plan", "--lengths", str(path)]) == 2
+    assert f"seqpar plan: cannot read {path}: " in capsys.readouterr().err
+    missing(monkeypatch, "pyarrow")
+    assert main(["plan", "--lengths", str(path)]) == 2
+    said = "a Parquet file needs pyarrow, which is not installed: pip install 'pyarrow'"
+    assert capsys.readouterr().err == f"seqpar plan: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "message"),
+    [
+        ("length\n5\nx\n", None, "row 2: expected an integer of at most 18 digits, got x"),
+        ("length,n\n5,1\n,2\n", None, "row 2: expected an integer of at most 18 digits, got ''"),
+        ("length\n", None, "holds no lengths"),
+        ("[1, true]", None, "entry 2: expected an integer of at most 18 digits, got True"),
+        ("[1, 2", None, "is neither JSON nor JSONL: Expecting ',' delimiter"),
+        ('{"length": 5}\n[6]', None, "entry 2: expected an integer of at most 18 digits, got [6]"),
+        ("[]", None, "holds no lengths"),
+        ("5\n7\n", "n", "--column n is for CSV, JSON, JSONL and Parquet; "),
+    ],
+)
+def test_a_file_without_lengths_is_refused(text: str, column: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=re.escape(message)):
+        lengths_of(str(path), column)
+
+
 def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.json"
     dataclasses.replace(Hardware.preset("cpu"), name="mine").save(path)
@@ -177,6 +279,7 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
         (("--lengths", "5", "--hardware", "/dev/zero"), "--hardware /dev/zero is neither a preset"),
         (("--lengths", "5", "--ranks", "65537"), "--ranks must be 1 to 65,536, got 65537"),
         (("--lengths", "5", "--token-slack", "nan"), "token_slack must be a finite number of at least 0, got nan"),
+        (("--random", "3", "--column", "n"), "--column is for --lengths"),
         (("--random", "0"), "--random must be at least 1 and below 134,217,728, got 0"),
         (("--random", "3", "--seed", "-1"), "--seed must be at least 0, got -1"),
     ],
@@ -228,7 +331,7 @@ def test_the_examples_of_help_run(
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(calibrate, "measured", lambda *args, **options: Hardware.preset("cpu").to_dict())
     monkeypatch.setattr(calibrate, "show", lambda data: None)
-    Path("lengths.txt").write_text("3000\n500\n")
+    Path("lengths.csv").write_text("tokens\n3000\n500\n")
     for argv in examples:
         assert main(argv) == 0
     if command == "plan":
@@ -319,6 +422,13 @@ def test_doctor_says_what_works_and_why_the_rest_does_not(capsys: pytest.Capture
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in [*found["kernels"], *found["transports"], "attention on this CPU"])
+
+
+def test_doctor_says_that_an_extension_for_cuda_needs_such_a_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seqpar.native, "without_cuda", lambda: None)
+    for cuda, why in (("12.8", None), (None, "compiled for CUDA; this torch has no CUDA")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert doctor.extension()["seqpar._C for CUDA"] == why
 
 
 def test_doctor_fails_where_attention_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,12 +118,16 @@ def devices() -> dict[str, str | None]:
 
 def extension() -> dict[str, str | None]:
     """Part of the compiled extension -> None if it is usable, else why not."""
+    import torch
+
     from seqpar import native
     from seqpar.kernels.native import ISAS
 
-    why = native.missing()
+    why, why_cuda = native.missing(), native.without_cuda()
+    if why_cuda is None and torch.version.cuda is None:
+        why_cuda = "compiled for CUDA; this torch has no CUDA"
     vectors = "" if why else f", vectors: {ISAS[native.ops().isa()]}"
-    return {f"seqpar._C{vectors}": why, "seqpar._C for CUDA": native.without_cuda()}
+    return {f"seqpar._C{vectors}": why, "seqpar._C for CUDA": why_cuda}
 
 
 def kernels() -> dict[str, str | None]:

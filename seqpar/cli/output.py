@@ -48,10 +48,10 @@ def progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
         yield lambda amount: bar.advance(task, amount)
 
 
-def need(module: str, extra: str, what: str) -> None:
-    """Raise CommandError, naming the extra to install, unless `module` is installed."""
+def need(module: str, package: str, what: str) -> None:
+    """Raise CommandError, naming the package to install, unless `module` is installed."""
     if importlib.util.find_spec(module) is None:
-        raise CommandError(f"{what} needs {module}, which is not installed: pip install 'seqpar[{extra}]'")
+        raise CommandError(f"{what} needs {module}, which is not installed: pip install '{package}'")
 
 
 def size(count: float) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqpar.cli.flags import DIGITS, content, integer, integers, shown
+from seqpar.cli.flags import integer, integers, shown
+from seqpar.cli.lengths import COLUMN, lengths_of
 from seqpar.cli.output import CommandError, need, print_table, size
 
 if TYPE_CHECKING:
     from seqpar.facts.mask import Mask
     from seqpar.plan import Plan
+    from seqpar.plan.counts import Load
+    from seqpar.planner import Forecast
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 RANKS = 1 << 16  # at most: ranks are reported one by one
@@ -24,10 +26,27 @@ STRIPED = 1 << 24  # at most: striped layouts deal tokens out one by one
 # Flags that set what the planner chooses, and flags that only the planner reads.
 CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
 PLANNERS = ("hardware", "token_slack", "max_tokens_per_rank", "recompute")
+# Phases of a forecast in words.
+PHASES = {
+    "attention": "attention", "recurrent": "recurrent layers", "exposed": "exposed transfers",
+    "linear": "linear layers", "head": "the head",
+}  # fmt: skip
+# The meaning of each row and column: of all plans, and of those that list every rank.
+LEGEND = """legend:
+  rows              tokens of a rank, which linear layers and memory depend on; in the list of ranks with padding
+  area              attended pairs of a query and a key that a rank computes; "of mean" is relative to the mean
+  pieces            stretches of consecutive tokens of one document
+  keys fetched      keys that a rank receives in a layer's forward
+  max/mean          the most loaded rank relative to the mean: 1.05 means that 5 % of the time is lost""".splitlines()
+LEGEND_OF_RANKS = """
+  tokens            rows without padding
+  keys in, from     keys that a rank receives in a layer's forward, and the number of ranks that send to it
+  steps             computations in a layer's forward: with the rank's own keys, then each time that keys arrive
+  forward, backward bytes that a rank sends in one layer, to the ranks in the last column""".splitlines()[1:]
 
 EXAMPLES = """examples:
   seqpar plan --lengths 131072,30000,500,1200 --ranks 64 --model llama-8b --hardware h100
-  seqpar plan --lengths lengths.txt --ranks 16 --plot plan.png
+  seqpar plan --lengths lengths.csv --column tokens --ranks 16 --plot plan.png
   seqpar plan --random 200 --ranks 64 --model llama-70b --hardware h200 --json
   seqpar plan --lengths 30000,500,1200 --ranks 8 --layout zigzag --transport ring
 """
@@ -37,9 +56,9 @@ def add_command(commands: Any) -> None:
     """Declare the command and its flags."""
     parser = commands.add_parser(
         "plan",
-        help="show who would compute and send what",
-        description="Plan a batch from its document lengths: which ranks share each document, the predicted time\n"
-        "of the step, and how far that is from a bound that no plan beats; or show a fixed layout.",
+        help="plan a batch and show what each rank computes and sends",
+        description="Plan a batch from its document lengths: which ranks share each document, the predicted time of\n"
+        "the step, and its distance from a lower bound; or show a fixed layout.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,17 +67,18 @@ def add_command(commands: Any) -> None:
         "--lengths",
         metavar="N,N,...|FILE|-",
         help="tokens of each packed document: integers, or a file or standard input (-) with integers separated by "
-        "blanks, commas or line ends",
+        "blanks, commas or line ends, or with a column of CSV, JSON, JSONL or (a file only) Parquet",
     )
     documents.add_argument("--random", type=integer, metavar="N", help="N documents of heavy-tailed random lengths")
+    parser.add_argument("--column", metavar="NAME", help=f"column or key that has the lengths (default: {COLUMN})")
     parser.add_argument("--seed", type=integer, default=0, help="seed of --random (default: 0)")
     parser.add_argument("--full", action="store_true", help="attend to every key of the document, not only causally")
     parser.add_argument(
         "--window",
         type=integers,
         metavar="W",
-        help="keys that a token sees besides its own, in all layers: W to the left, and with --full W to the right; or "
-        "LEFT,RIGHT (default: the model's windows)",
+        help="keys that a token sees in addition to its own, in all layers: W to the left, and with --full W to the "
+        "right; or LEFT,RIGHT (default: the model's windows)",
     )
     parser.add_argument("--ranks", type=integer, default=8, help="ranks that share the batch (default: 8)")
     parser.add_argument("--node", type=integer, metavar="G", help="ranks per node (default: the hardware's)")
@@ -66,7 +86,7 @@ def add_command(commands: Any) -> None:
         "--layout",
         choices=("planned", "contiguous", "zigzag", "striped"),
         default="planned",
-        help="who holds which tokens; planned is plan_batch's choice (default)",
+        help="which rank holds which tokens; planned is plan_batch's choice (default)",
     )
     parser.add_argument("--plot", metavar="PNG", help="write a picture of the plan")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -86,9 +106,7 @@ def add_command(commands: Any) -> None:
         metavar="X",
         help="fraction of rows by which a rank may exceed the mean (default: 0)",
     )
-    planner.add_argument(
-        "--max-tokens-per-rank", type=integer, metavar="N", help="limit besides the one that memory sets"
-    )
+    planner.add_argument("--max-tokens-per-rank", type=integer, metavar="N", help="a limit in addition to memory")
     fixed = parser.add_argument_group("with another layout")
     fixed.add_argument(
         "--transport", choices=("fetch", "ring", "double_ring", "gather"), help="how keys travel (default: fetch)"
@@ -101,60 +119,27 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(call=show)
 
 
-def lengths_of(source: str) -> list[int]:
-    """Document lengths from numbers, from a file, or from standard input if the source is ``-``.
-
-    Raises: CommandError naming the source, and the line that is not integers.
-    """
-    if re.fullmatch(r"[\s,\d+-]+", source) and re.search(r"\d", source):
-        where, text = "--lengths", source
-    elif source == "-":
-        where, text = "standard input", content(source)
-    elif not _exists(source):
-        raise CommandError(f"--lengths {shown(source)} is neither integers separated by commas nor a file of them")
-    else:
-        where, text = source, content(source)
-    lengths = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if re.search(r",\s*,|^\s*,", line):
-            raise CommandError(f"{where}, line {number}: expected a number between commas, got {shown(line)!r}")
-        for word in filter(None, re.split(r"[\s,]+", line)):
-            if not re.fullmatch(rf"[+-]?\d{{1,{DIGITS}}}", word):
-                raise CommandError(
-                    f"{where}, line {number}: expected integers of at most {DIGITS} digits, got {shown(word)!r}"
-                )
-            lengths.append(int(word))
-    if not lengths:
-        raise CommandError(f"{where} holds no lengths")
-    return lengths
-
-
-def _exists(source: str) -> bool:
-    """Whether a file of that name exists; False for a name that no file can have."""
-    try:
-        return os.path.lexists(source)
-    except ValueError:
-        return False
-
-
 def show(args: Any) -> int:
     """Print the plan; returns 0. Errors of masks, layouts and plans end the command with their own message."""
     if args.plot is not None:
-        need("matplotlib", "plot", "--plot")
+        need("matplotlib", "seqpar[plot]", "--plot")
         picture(args.plot)
     if not 1 <= args.ranks <= RANKS:
         raise CommandError(f"--ranks must be 1 to {RANKS:,}, got {args.ranks}")
     try:
-        plan, call = planned(args) if args.layout == "planned" else fixed(args)
+        plan, call, alone = planned(args) if args.layout == "planned" else fixed(args)
     except (ValueError, NotImplementedError) as error:
         raise CommandError(in_flags(str(error))) from None
-    facts = measure(plan, args.layout, call)
+    facts = measure(plan, args.layout, call, alone)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
+        print(facts["summary"])
         print(plan.describe(), end="\n\n")
-        if "forward_bytes" in facts["ranks"][0]:
+        by_rank = "forward_bytes" in facts["ranks"][0]
+        if by_rank:
             print_bytes(facts)
+        print("\n".join(LEGEND + LEGEND_OF_RANKS * by_rank))
     if args.plot is not None:
         try:
             plan.plot(args.plot, call=call)
@@ -197,23 +182,30 @@ def refuse(args: Any, names: tuple[str, ...], why: str) -> None:
             raise CommandError(f"--{name.replace('_', '-')} {why}")
 
 
-def planned(args: Any) -> tuple[Plan, dict[str, Any]]:
-    """The planner's plan, and the attention call of its model, for which bytes are counted."""
+def planned(args: Any) -> tuple[Plan, dict[str, Any], Forecast | None]:
+    """The planner's plan, the attention call of its model, for which bytes are counted, and the forecast on one rank.
+
+    One rank is taken to have memory for the whole batch.
+    """
     from dataclasses import replace
 
     from seqpar.planner import ModelShape, plan_batch
+    from seqpar.planner.hardware import COUNT
 
     refuse(args, CHOSEN, "is chosen by the planner or given by --model; take another --layout to set it")
     model: str | ModelShape = "llama-8b" if args.model is None else args.model
     if args.recompute:
         model = replace(ModelShape.preset(model), recompute=args.recompute)
     mask = make_mask(args)
+    masks = mask if args.full or args.window else None
+    machine = hardware("h100" if args.hardware is None else args.hardware)
     plan = plan_batch(
-        mask.lengths, args.ranks, masks=mask if args.full or args.window else None, model=model,
-        hardware=hardware("h100" if args.hardware is None else args.hardware), node=args.node,
+        mask.lengths, args.ranks, masks=masks, model=model, hardware=machine, node=args.node,
         token_slack=args.token_slack or 0.0, max_tokens_per_rank=args.max_tokens_per_rank,
     )  # fmt: skip
-    return plan, plan.forecast.call
+    large = replace(machine, memory=COUNT)
+    alone = plan_batch(mask.lengths, 1, masks=masks, model=plan.forecast.model, hardware=large)
+    return plan, plan.forecast.call, alone.forecast
 
 
 def hardware(name: str) -> Any:
@@ -233,8 +225,8 @@ def hardware(name: str) -> Any:
         raise CommandError(str(error)) from None
 
 
-def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a fixed layout, and the attention call for which bytes are counted."""
+def fixed(args: Any) -> tuple[Plan, dict[str, Any], None]:
+    """The plan of a fixed layout, the attention call for which bytes are counted, and no forecast."""
     from seqpar.facts.layout import Layout
     from seqpar.plan import Plan
 
@@ -258,7 +250,7 @@ def fixed(args: Any) -> tuple[Plan, dict[str, Any]]:
         layout = {"contiguous": Layout.contiguous, "striped": Layout.striped}[args.layout](mask.tokens, args.ranks)
     widths = args.ulysses or [1]
     ulysses = widths[0] if len(widths) == 1 else widths
-    return Plan(mask, layout, ulysses=ulysses, transport=args.transport or "fetch", node=args.node), call
+    return Plan(mask, layout, ulysses=ulysses, transport=args.transport or "fetch", node=args.node), call, None
 
 
 def make_mask(args: Any) -> Mask:
@@ -268,8 +260,9 @@ def make_mask(args: Any) -> Mask:
     from seqpar.facts.mask import Mask
 
     if args.lengths is not None:
-        lengths = np.array(lengths_of(args.lengths))
+        lengths = np.array(lengths_of(args.lengths, args.column))
     else:
+        refuse(args, ("column",), "is for --lengths")
         if not 1 <= args.random < TOKENS // LEAST:
             raise CommandError(f"--random must be at least 1 and below {TOKENS // LEAST:,}, got {args.random}")
         if args.seed < 0:
@@ -288,7 +281,37 @@ def make_mask(args: Any) -> Mask:
     return Mask(lengths, causal=not args.full, window=window)
 
 
-def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
+def summary(plan: Plan, load: Load, alone: Forecast | None) -> str:
+    """One line: the cost of a plan compared with one rank, and what limits it.
+
+    Without a forecast, the work of the most loaded rank compared with the whole batch.
+    """
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    if alone is None:
+        area, rows = (float(values.sum() / values.max()) for values in (load.area, load.rows))
+        name, values = ("attended pairs", load.area) if area <= rows else ("rows", load.rows)
+        return (
+            f"{ranks}: attention at most {area:.1f} times as fast as on one rank, other layers at most {rows:.1f} "
+            f"times; limited by the {name} of rank {values.argmax()}"
+        )
+    from seqpar.planner.forecast import in_words
+
+    forecast = plan.forecast
+    slowest = int(forecast.ticks.total.argmax())
+    phase, seconds = max(((name, values[slowest]) for name, values in forecast.phases.items()), key=lambda x: x[1])
+    limit = f"limited by {PHASES[phase]}, {seconds / forecast.seconds:.0%} of the time of rank {slowest}"
+    if plan.ranks == 1:
+        return f"{ranks}: {in_words(forecast.seconds)} a step; {limit}"
+    needs = ""
+    if alone.bytes > forecast.memory.usable:
+        needs = f", if it had {alone.bytes / 1e9:.0f} GB instead of {forecast.memory.usable / 1e9:.0f}"
+    return (
+        f"{ranks}: {in_words(forecast.seconds)} a step, {alone.seconds / forecast.seconds:.1f} times as "
+        f"fast as one rank ({in_words(alone.seconds)}{needs}); {limit}"
+    )
+
+
+def measure(plan: Plan, layout: str, call: dict[str, Any], alone: Forecast | None) -> dict[str, Any]:
     """The plan's figures as plain data. For few ranks also the bytes of a layer; `sends_to` adds both directions."""
     from seqpar.plan.counts import load_of
     from seqpar.plan.report import shows_each_rank
@@ -307,6 +330,7 @@ def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
             facts["sends_to"] = {peer: forward.get(peer, 0) + backward.get(peer, 0) for peer in peers}
         ranks.append(facts)
     return {
+        "summary": summary(plan, load, alone),
         "digest": plan.digest(),
         "tokens": plan.mask.tokens,
         "area": plan.mask.area(),
@@ -319,6 +343,7 @@ def measure(plan: Plan, layout: str, call: dict[str, Any]) -> dict[str, Any]:
         "ulysses": plan.widths.tolist(),
         "shape": call,
         "forecast": None if plan.forecast is None else plan.forecast.facts(),
+        "one_rank": None if alone is None else {"seconds": alone.seconds, "memory_bytes": alone.bytes},
         "ranks": ranks,
     }
 

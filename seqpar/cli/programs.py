@@ -118,6 +118,6 @@ def demo(args: Any) -> int:
     """Run examples/demo.py, which checks its flags before it starts its ranks; returns its exit code."""
     script = find_example("demo.py")
     if not {"-h", "--help"} & set(args.rest):
-        need("rich", "cli", "the demo's output")
-        need("matplotlib", "plot", "the demo's picture")
+        need("rich", "seqpar[cli]", "the demo's output")
+        need("matplotlib", "seqpar[plot]", "the demo's picture")
     return int(load(script).main(args.rest, prog="seqpar demo"))

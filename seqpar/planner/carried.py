@@ -170,7 +170,7 @@ class RecurrentWeights:
     def of(cls, shape: ModelShape, hardware: Hardware, second: float) -> RecurrentWeights:
         """The weights of a model that has recurrent layers. second: the seconds of a tick.
 
-        Operations take as long as those of linear layers; nobody has measured a kernel of them on a GPU.
+        Operations take as long as those of linear layers, an assumption: no kernel of them was measured on a GPU.
         """
         assert shape.recurrent is not None
         device = "cpu" if hardware.kernel == "native" else "cuda"

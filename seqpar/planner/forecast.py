@@ -82,7 +82,7 @@ class Forecast:
     @property
     def headline(self) -> str:
         """Seconds of the slowest rank and the gap to the bound, in a few words."""
-        return f"{_seconds(self.seconds)} a step, gap {self.gap:.2%}"
+        return f"{in_words(self.seconds)} a step, gap {self.gap:.2%}"
 
     def facts(self) -> dict[str, Any]:
         """The forecast as plain data; times are in seconds unless named otherwise."""
@@ -105,13 +105,13 @@ class Forecast:
 
     def __str__(self) -> str:
         slowest = int(self.ticks.total.argmax())
-        own = ", ".join(f"{name} {_seconds(values[slowest])}" for name, values in self.phases.items())
+        own = ", ".join(f"{name} {in_words(values[slowest])}" for name, values in self.phases.items())
         mean = self.ticks.total.mean() * self.second
         parts = ", ".join(f"{name} {values.mean() / mean:.1%}" for name, values in self.phases.items())
         transfers = self.gap - self.imbalance
         return (
-            f"predicted for {self.what}: {_seconds(self.seconds)} a step\n"
-            f"  gap {self.gap:.2%} above the lower bound of {_seconds(self.least)}: "
+            f"predicted for {self.what}: {in_words(self.seconds)} a step\n"
+            f"  gap {self.gap:.2%} above the lower bound of {in_words(self.least)}: "
             f"{self.imbalance:.2%} imbalance, {transfers:.2%} exposed transfers\n"
             f"  slowest rank {slowest}: {own}\n"
             f"  mean of the ranks: {parts}\n"
@@ -132,6 +132,6 @@ class Forecast:
         return f"{kernel}; one peer of a node{over} {link.alone / 1e9:.4g} of {link.bandwidth / 1e9:.4g} GB/s{assumed}"
 
 
-def _seconds(value: float) -> str:
+def in_words(value: float) -> str:
     """Seconds in words: 12.3 ms."""
     return f"{value:.4g} s" if value >= 1 or not value else f"{value * 1e3:.4g} ms"

@@ -110,11 +110,11 @@ class AttentionCost:
 class Hardware:
     """A machine of equal ranks; each `node` of them share the `inside` links.
 
-    source: the origin of the figures, in words. kernel: whose rates `attention` has. assumed: figures that nobody
-    measured, in words; both "" if unknown. linear_rate: achieved operations per second of linear layers, including
-    everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations and
-    fetched keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1, that
-    overlaps with available computation.
+    source: the origin of the figures, in words. kernel: whose rates `attention` has. assumed: figures that are
+    unmeasured assumptions, in words; both "" if unknown. linear_rate: achieved operations per second of linear layers,
+    including everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations
+    and fetched keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1,
+    that overlaps with available computation.
 
     Raises ValueError unless sizes are integers and figures within `RANGES`.
     """
@@ -297,10 +297,10 @@ _NVLINK3 = _nvlink(40e-6, 195e9, 20.0e9)
 _NVLINK4 = _nvlink(44e-6, 367e9, 20.6e9)
 _NVLINK5 = _nvlink(44e-6, 726e9 * 7 / 8, 40.1e9)
 _NVLINK4_SOURCE = "NVLink from DistCA's NCCL all-gather on 8 H100 (nccl_perf.csv)"
-_HOP = "a hop inside a node: each of its NCCL channels as fast as NCCL takes one NVLink to be (topo.h)"
+_HOP = "a hop inside a node: the rate that NCCL assumes for an NVLink (topo.h), for each NCCL channel"
 _NDR_SOURCE = (
-    "400 Gb/s InfiniBand at 47 GB/s (NVIDIA in nccl-tests#290: 46 to 48); nobody publishes the latency of an exchange "
-    "between nodes, so that inside one stands in"
+    "400 Gb/s InfiniBand at 47 GB/s (NVIDIA in nccl-tests#290: 46 to 48); no source gives the latency of an exchange "
+    "between nodes, so the latency inside a node is used"
 )
 _GB = 1_000_000_000
 _H200 = "; an H200 has the linear layers and links of an H100, and 141 GB"
@@ -326,7 +326,7 @@ _FLASH3 = _Rates(
     "FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6)",
 )  # fmt: skip
 # NVIDIA's datasheets give both the same rate of dense bf16 products, 989 TFLOP/s
-_TRITON_ON_H100 = _TRITON._replace(assumed=f"Triton's rates, which are those of an H200; {_HOP}")
+_TRITON_ON_H100 = _TRITON._replace(assumed=f"Triton's rates, copied from an H200; {_HOP}")
 
 
 def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
