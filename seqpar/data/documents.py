@@ -80,7 +80,7 @@ def nodes_of(rows: PackedRows, kept: NDArray[np.bool_] | None, parents: Any) -> 
     """
     if kept is not None:
         raise ValueError(
-            f"{PARENTS} beside an attention_mask: nodes are whole rows; leave padding out, as a list of nodes"
+            f"{PARENTS} with an attention_mask: nodes are whole rows; leave padding out, as a list of nodes"
         )
     starts = _starts(rows, None)
     lengths = np.diff(rows.edges if starts is None else starts)
@@ -113,7 +113,7 @@ def _starts(rows: PackedRows, kept: NDArray[np.bool_] | None) -> Ints | None:
             raise ValueError(f"{other} must be equal to {name}: a document's keys are its tokens, got {value!r:.200}")
     if kept is not None and not kept.all():
         raise ValueError(
-            f"{name} beside an attention_mask with zeros or numbers: gives the documents twice; give only {name}"
+            f"{name} with an attention_mask of zeros or numbers: gives the documents twice; give only {name}"
         )
     longest = int(np.diff(starts.astype(np.int64)).max(initial=0))
     for other in LONGEST:

@@ -31,7 +31,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def remember(x: Tensor, copy: Tensor) -> None:
     """Remember the copy on the host of a device's tensor."""
-    if not x.is_cpu and not x.is_inference():  # changes of inference tensors cannot be told
+    if not x.is_cpu and not x.is_inference():  # changes of inference tensors cannot be detected
         _read[x] = x._version, copy
 
 

@@ -46,7 +46,7 @@ def prefetch(
     rows. The planning thread calls `plan`, and derives what first layers would, for calls of attention and of recurrent
     layers like those with earlier plans; it uses no comm and no process group. It ends with the iterator: at the last
     batch, at an error, and on ``close``. A loop that begins after that is another epoch over the same loader; one that
-    begins in mid-epoch goes on with it.
+    begins in mid-epoch continues it.
 
     Loaders may differ in length: a rank whose loader has ended contributes empty batches until all have ended (loaders
     of a replicated source must end together). The other arguments are those of `share`.

@@ -93,7 +93,7 @@ def _rows_of(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     if name in (MASK, POSITIONS) and isinstance(value, Tensor) and value.dim() != len(shape):
         if not (name == POSITIONS and value.dim() == 1 and value.shape == shape[1:]):
             raise NotImplementedError(
-                f"{name} {list(value.shape)} beside rows {list(shape)}: only {list(shape)} works; give documents by "
+                f"{name} {list(value.shape)} with rows {list(shape)}: only {list(shape)} works; give documents by "
                 "position_ids, a window by sliding_window of the config, and another mask by a plan with it, to a "
                 "model with attn_implementation='seqpar' inside seqpar.parallel"
             )
@@ -116,7 +116,7 @@ def _of_list(given: Mapping[str, Any], lead: str) -> PackedRows:
     lengths = [len(x) for x in given[lead]]
     for name, value in given.items():
         if name in (*STARTS, *LONGEST, MASK):
-            raise ValueError(f"{name} beside a list of documents gives the documents twice")
+            raise ValueError(f"{name} with a list of documents gives the documents twice")
         if name == PARENTS:
             entries[name] = value
             continue

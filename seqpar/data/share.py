@@ -140,7 +140,7 @@ def share(
     several: ``recurrent.shift(hidden, share.plan, comm)`` brings the hidden state that predicts it. The first token of
     a path has no label: of a tree, or of each child of a root without tokens.
 
-    mtp_depth: how many tokens after its label a token predicts besides, in columns of "mtp_labels" [rows, mtp_depth],
+    mtp_depth: how many tokens after its label a token also predicts, in columns of "mtp_labels" [rows, mtp_depth],
     int64 (Gloeckle et al. 2024, Better & Faster Large Language Models via Multi-token Prediction, section 2). Column k
     holds the label of the token k + 1 further on in the same document, so of token i token i + k + 2, and ignore_index
     beyond the document's end, for any `shift`. ``Share.mtp_valid`` counts the labels of each column.

@@ -32,7 +32,7 @@ class OverwrittenError(ValueError):
 class Snapshot:
     """Some values of a batch's dense tensors. Those of a GPU are compared only if their version says they changed.
 
-    Where only some values of a tensor are kept, its version tells of writes beside them, unless other tensors have the
+    Where only some values of a tensor are kept, its version shows writes to the others, unless other tensors have the
     same memory: a loop may write to its own part of a tensor that batches share.
     """
 

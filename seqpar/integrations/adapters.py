@@ -19,7 +19,7 @@ from torch import nn
 from seqpar.private.peft import held_by_hook, kinds, method_of
 from seqpar.private.torch import forward_pre_hooks
 
-# Values in the hooks by which peft tells layers about rows of the batch, and why these cannot be told.
+# Values in the hooks by which peft informs layers about rows of the batch, and why several ranks cannot have them.
 BY_ROW = {
     "alora_offsets": (
         "aLoRA begins at a token of each row, and a rank's rows are of all documents; leave alora_invocation_tokens out"
@@ -46,7 +46,7 @@ KINDS = {
     "POLY": BY_ROW["task_ids"],
     "SHADOW": SHADOW,
 }
-# Packages of peft.tuners whose layers compute each row by itself; layers of others are tried with the model.
+# Packages of peft.tuners whose layers compute each row independently; layers of others are tried with the model.
 BY_ITSELF = {
     "adalora", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora", "gralora", "hira",
     "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "osf", "peanut", "psoft", "pvera", "randlora",
@@ -57,7 +57,7 @@ BY_ITSELF = {
 def unwrapped(wrapper: Any) -> nn.Module:
     """The model inside a PeftModel; any other model itself.
 
-    Raises: ValueError or NotImplementedError if peft's forward would not go through that of the model, or reads rows.
+    Raises: ValueError or NotImplementedError if peft's forward would bypass the model's, or reads rows.
     """
     within = is_of(wrapper, "peft", "PeftModel")
     model: nn.Module = wrapper.get_base_model() if within else wrapper
@@ -95,7 +95,7 @@ def _unfit_kind(*configs: Any) -> str:
 
 
 def adapted(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that have adapters, and whole layers that train beside them."""
+    """The layers of a model that have adapters, and whole layers that train with them."""
     layers = kinds("BaseTunerLayer", "AuxiliaryTrainingWrapper")
     return [module for module in model.modules() if isinstance(module, layers)] if layers else []
 

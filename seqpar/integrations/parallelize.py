@@ -1,4 +1,4 @@
-"""`parallelize`: one call for every kind of model; the modules beside this one do the work for each kind."""
+"""`parallelize`: one call for every kind of model; the other modules here do the work for each kind."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all values are those of one rank, up to rounding."""
+        """Whether all values match the run on one rank, up to rounding."""
         return not any(row.ranks or row.apart for row in self.rows)
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ def _rows(step: int, one: Values, off: Values, several: list[Values]) -> list[Ro
     rows = []
     for kind, name in dict.fromkeys(key for values in (one, *several) for key in values):
         values = [found.get((kind, name)) for found in (one, off, *several)]
-        if kind == "gradient":  # one that nobody computed is 0
+        if kind == "gradient":  # one that was not computed is 0
             like = next(x for x in values if x is not None)
             values = [torch.zeros_like(like) if x is None else x for x in values]
         expected, moved, *own = values

@@ -101,6 +101,6 @@ def dense_linear_attention(
 
 
 def relative_rms(got: Tensor, expected: Tensor) -> float:
-    """Root mean square of the error, relative to that of the expected values."""
+    """Root mean square of the error over the root mean square of the expected values."""
     expected = expected.double()
     return float((got.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt().clamp_min(1e-300))

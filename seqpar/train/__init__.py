@@ -1,4 +1,4 @@
-"""Losses, gradients and statistics of a batch spread over many ranks, equal to those of one device.
+"""Losses, gradients and statistics of a batch spread over many ranks, matching a single-device run.
 
 Convention: a rank's loss is its share of the global loss, the sum over its tokens divided by the valid tokens of all
 ranks, so losses and parameter gradients are *summed* over ranks. If a wrapper averages gradients over n ranks

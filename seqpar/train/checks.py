@@ -1,15 +1,15 @@
 """Checks of a training step, in which all ranks must do the same.
 
 1. **Weights are the same on all ranks**: at the first forward, and at the first one after they were written otherwise
-   than by a step of an optimizer. Pointers and versions of their memory tell of writes, and a hook on all optimizers of
+   than by a step of an optimizer. Pointers and versions of their memory show writes, and a hook on all optimizers shows
    steps. Ranks that step unequally often, or that freeze other parameters, compare too. Weights of which a wrapper
    gives each of the ranks another part (FSDP) are one tensor by construction, and left out. A write through ``.data``
    changes no version, and is noticed only at a later comparison.
 2. **Each gradient was summed once before the optimizer's step**: `sync_gradients` marks what it has summed, a step uses
-   the mark up. What nobody marked, such as sums by hand, lets ranks compare their weights at the next forward.
+   the mark up. Gradients without a mark, such as sums by hand, let ranks compare their weights at the next forward.
 3. **What averages gradients averages by the number that was given**: DistributedDataParallel and `fully_shard`.
 
-Ranks exchange all of this along with what they announce of a forward: a step costs no exchange of its own. In a forward
+Ranks exchange all of this along with what they announce of a forward: a step costs no additional exchange. In a forward
 whose weights nothing has written, the host waits for no device.
 """
 
@@ -63,13 +63,13 @@ class StepChecks:
         self._seen: dict[int, tuple[int, int]] = {}  # the same when ranks were last equal, or after a step since
         self._equal = False  # whether ranks have had equal weights once
         self._steps = 0  # of optimizers since ranks were last equal
-        self._unsummed = False  # whether one of these steps took gradients that nobody had marked
+        self._unsummed = False  # whether one of these steps took gradients without a mark
         self._due = False  # whether a forward's gradients were not summed since
         # for a class of the model, which `fully_shard` changes
         self._by_fsdp: tuple[type[nn.Module], Averaging | None] | None = None
         self._wrapped = False  # whether a wrapper has reduced gradients
         self.reduced: Averaging | None = None  # the wrapper that reduces those of the last forward in training
-        self._said = False  # whether a warning told of its number
+        self._said = False  # whether a warning named its number
         _listen()
         with _opening:
             _open.add(self)
@@ -191,7 +191,7 @@ class StepChecks:
         )
 
     def stepped(self, parameters: Sequence[Tensor], unsummed: set[int]) -> None:
-        """Note a step of an optimizer. unsummed: ids of parameters whose gradients nobody had marked as sums."""
+        """Note a step of an optimizer. unsummed: ids of parameters whose gradients were not marked as sums."""
         own = [p for p in parameters if id(p) in self._seen]
         self._steps += 1
         self._unsummed |= not self._wrapped and any(id(p) in unsummed for p in own)

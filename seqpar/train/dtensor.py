@@ -32,7 +32,7 @@ def global_rank() -> int:
 
 
 def mesh_apart(x: Any, ranks: frozenset[int]) -> bool:
-    """Whether a DTensor's mesh has none of these global ranks but this one, so that all hold the same part of it."""
+    """Whether a DTensor's mesh has no other of these global ranks than this one: then all hold the same part of it."""
     return ranks.isdisjoint({int(rank) for rank in x.device_mesh.mesh.flatten()} - {global_rank()})
 
 

@@ -41,7 +41,7 @@ def sync_gradients(parameters: Tensor | Iterable[Tensor], comm: Comm, *, bucket_
     are reduced as 32 on CUDA, on the CPU up to 2 MiB. After a `PeerError` some gradients may be sums and others not.
 
     After several backward passes (micro-batches) call it once, after the last one: what a backward adds
-    to a sum is not told apart from it, and would count the sum once more.
+    to a sum cannot be distinguished from it, and would count the sum once more.
 
     Raises: ValueError if ranks differ in parameters or in which are frozen; for gradients that are sums over ranks
     already on some rank; for a model given to `seqpar.parallelize` if a rank has left out its backward, if it is
@@ -120,7 +120,7 @@ def _digest(shapes: tuple[tuple[Any, ...], ...], bucket_bytes: int) -> int:
 
 def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
     """Which parameters have a gradient on some rank, after checking all ranks' announcements. A collective."""
-    # only the comm's global ranks tell whether a mesh shards over them or beside them
+    # only the comm's global ranks show whether a mesh shards over them or over others
     meshed = any(is_dtensor(p) for p in several)
     ranks = frozenset(comm.gather("sync_gradients (which ranks)", global_rank()) if meshed else ())
     # the set of gradients may change at every step, so the agreement on parameters rides along

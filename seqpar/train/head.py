@@ -28,7 +28,7 @@ CACHED = 1 << 16  # logits of the rows that a core computes at a time
 
 
 class Gradients(NamedTuple):
-    """Those of a head's arguments, or None where nobody needs them."""
+    """Gradients of a head's arguments, or None where none is needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -143,7 +143,7 @@ def check_rows(rows: Tensor, labels: Tensor, name: str) -> None:
 
 
 def _likely_cure(rows: Tensor, labels: Tensor) -> str:
-    """What to do about rows and labels that do not fit each other, where that can be told."""
+    """What to do about rows and labels that do not fit each other, where that is clear."""
     if rows.dim() > 2:
         return "; drop the batch dimension of both, as by x[0]"
     if labels.shape == rows.shape[:1]:

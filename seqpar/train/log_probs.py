@@ -66,8 +66,8 @@ def token_log_probs(
     exist for `chunk` rows at a time. A bias of -inf rules a token out. Rows labelled `ignore_index` give 0 and have no
     gradient. Products have the dtype to which autocast casts hidden; results and sums are fp32 (fp64 for fp64).
 
-    Differentiable in hidden, weight and bias; a weight that needs no gradient costs none. Results of a
-    `seqpar.data.share` go home to each rank's own batch by `seqpar.data.back`.
+    Differentiable in hidden, weight and bias; a weight that needs no gradient costs none. `seqpar.data.back`
+    returns results of a `seqpar.data.share` to the rank that supplied the batch.
 
     Under FSDP2 or DDP, call it as `linear_cross_entropy`, inside the forward of the module that owns the weight.
 

@@ -10,8 +10,8 @@ Every rank sums one piece of a flat tensor and sends the result to the others, s
 CUDA tensors move by NCCL's collectives (`Comm.sums`), all others by exchanges, which add in the order of ranks, from
 where a tensor lies and to where its sum comes. gloo's collectives take one flat tensor: several tensors would be copied
 to it and back (``bench/cpu/sums.py``). On the CPU, few bytes are summed by pairs of ranks, then by pairs of pairs, with
-whole sums in their messages: a message a round, and as many rounds as the ranks have bits. Two ranks sum a single
-tensor so too, whatever its size.
+whole sums in their messages: one message in each round, and one round for each bit of the number of ranks. Two ranks
+sum a single tensor so too, whatever its size.
 
 Source: recursive doubling, as in Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
 MPICH (2005), section 4.4.

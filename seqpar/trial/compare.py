@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     """The result of the runs.
 
     reason: why the model is refused, or "". error: why that is unknown, or "". saw: whether any rows were permuted.
-    blind: whether a rank has several rows, and the arguments none of them.
+    blind: whether a rank has several rows, and no argument contains them.
     """
 
     reason: str = ""

@@ -43,7 +43,7 @@ def dropping(model: nn.Module) -> list[str]:
 
 
 def renorming(model: nn.Module) -> list[str]:
-    """Reasons: its forward changes weights depending on the tokens, and training goes on from these weights."""
+    """Reasons: its forward changes weights depending on the tokens, and training continues from these weights."""
     names = [name or "the model" for name, m in model.named_modules()
              if getattr(m, "max_norm", None) is not None and isinstance(m, (nn.Embedding, nn.EmbeddingBag))
              and m.weight.requires_grad]  # fmt: skip

@@ -29,7 +29,7 @@ STATELESS = ("builtins", "torch", "numpy", "seqpar", "threading", "_thread", "co
 
 
 class SavedState:
-    """A model's state besides its parameters: buffers, and attributes such as the length of a table.
+    """A model's state other than its parameters: buffers, and attributes such as the length of a table.
 
     Lists, sets, dicts, tensors of up to 64 MiB, random generators and plain objects in attributes are restored too, and
     those inside them, such as the counters of a library's hooks. So are these in the arguments of its forward.
@@ -116,7 +116,7 @@ class _Kept:
         """Whether the tensor has other values now, in its former shape."""
         version = self._version_of(self._tensor)
         if version == self._version >= 0 or (version < 0 and not torch.is_inference_mode_enabled()):
-            return False  # outside of that mode nobody can write to its tensors
+            return False  # outside of that mode its tensors cannot be written
         now = self._distinct()
         return now.shape == self._values.shape and not (torch.equal(now, self._values) or _same_bits(now, self._values))
 
@@ -190,7 +190,7 @@ def _set_state(source: Any, state: Any) -> None:
 def is_wrapper(module: nn.Module) -> bool:
     """Whether a module is a wrapper of PyTorch's, such as DDP, whose attributes change in every forward.
 
-    A module under `fully_shard` does not count, though FSDP2 gives it a class of its own beside the user's.
+    A module under `fully_shard` does not count, though FSDP2 derives a class of its own from the user's.
     """
     kind = type(module)
     return str(kind.__module__).startswith(_WRAPPERS) and not any(

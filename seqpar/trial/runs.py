@@ -68,7 +68,7 @@ def try_model(
             if best is None or (reading is not None and not verdict.reason and not verdict.error):
                 best = verdict if reading or verdict.error else Verdict(saw=False, blind=count > 1)
             reading = next(waiting, None) if best.reason and not verdict.error else None
-            # ranks that run together go on until none of them has another reading to try
+            # ranks that run together continue until none of them has another reading to try
             if readings == 1 or not any(gather(reading is not None)):
                 return best
 

@@ -1,4 +1,4 @@
-"""How large the elements of rows are: a scale for each, so that a large element hides nothing beside it.
+"""How large the elements of rows are: a scale for each, so that a large element hides no change of others.
 
 An element is judged by its own size, by its column's, or by a part of its row's, whichever is largest, since rounding
 follows what the element was summed of. Columns and rows count by the median of distinct sizes. So a number that masks
@@ -12,7 +12,7 @@ from torch import Tensor
 
 PART = 0.01  # of a row's size: a smaller element is the difference of larger ones, and has their rounding
 SOME = 1024  # columns, enough to tell a row's size
-BESIDE = 30  # times an element's own size, at most, beside much larger elements
+BESIDE = 30  # times an element's own size, at most, among much larger elements
 TINY = 1e-30
 
 

@@ -72,7 +72,7 @@ def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
     for own in (by_hand, scripted):
         with advised(
             RuntimeError,
-            "call F.scaled_dot_product_attention from Python where the model computes attention by itself",
+            "call F.scaled_dot_product_attention from Python where the model has its own attention code",
         ):
             on_two_ranks(lambda comm, rows, own=own: own(rows))
     assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())

@@ -101,7 +101,7 @@ BATCHES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list of other lengths": (
         {"input_ids": [IDS[0], IDS[1]], "labels": [IDS[0], IDS[1, :3]]}, {}, "labels must be a list of tensors"
     ),
-    "a list with a mask": ({"input_ids": [IDS[0]], "attention_mask": [LEFT[0]]}, {}, "attention_mask beside a list"),
+    "a list with a mask": ({"input_ids": [IDS[0]], "attention_mask": [LEFT[0]]}, {}, "attention_mask with a list"),
 }  # fmt: skip
 
 

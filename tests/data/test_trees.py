@@ -144,7 +144,7 @@ REFUSED = {
     "padded": (
         {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3, dtype=torch.int64),
          "parents": [-1, 0]},
-        "parents beside an attention_mask",
+        "parents with an attention_mask",
     ),
 }  # fmt: skip
 

@@ -129,7 +129,7 @@ class SharedForward(Rerouting):
             raise NotImplementedError("diffusers: causal attention is not supported")
 
     def rows(self, x: Tensor, dim: int, *streams: str) -> Tensor:
-        """This rank's rows of a whole tensor, stream after stream; of a stream it has none of, one unused row.
+        """This rank's rows of a whole tensor, stream after stream; one unused row for a stream without rows.
 
         Models expect some.
         """

@@ -55,7 +55,7 @@ def parallelize(
     same whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
     ``functools.partial(seqpar.Plan, ulysses=2)``. accuracy, deterministic: as in `seqpar.attention`. Every rank
     computes the same loss; gradients are shares, to be summed by `seqpar.train.sync_gradients`, or to be averaged by a
-    wrapper over ``average_over`` ranks, for which the model makes them as many times as large. Checkpointing works
+    wrapper over ``average_over`` ranks, for which the model multiplies them by ``average_over``. Checkpointing works
     wherever backward runs. State dict, processors and hooks stay as they are; a copy of the model is parallelized too.
 
     Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
@@ -82,7 +82,7 @@ def parallelize(
 
 
 def _check_takes_key_layout(model: nn.Module, plan: Callable[..., Any]) -> None:
-    """Raise TypeError for a ``plan=`` that cannot be told where keys are."""
+    """Raise TypeError for a ``plan=`` that does not take ``kv_layout``."""
     try:
         inspect.signature(plan).bind(None, None, kv_layout=None)
     except TypeError as error:

@@ -165,7 +165,7 @@ class ModelRecipe:
             encoded = arguments[self.text]
             if encoded.dim() != 3 or encoded.shape[0] != x.shape[0]:
                 raise ValueError(
-                    f"diffusers: {self.text} {list(encoded.shape)} beside hidden_states {list(x.shape)}, expected "
+                    f"diffusers: {self.text} {list(encoded.shape)} with hidden_states {list(x.shape)}, expected "
                     "[samples, tokens, features]"
                 )
             counts["text"] = encoded.shape[1]

@@ -23,7 +23,7 @@ def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
 
 
 class Forward(NamedTuple):
-    """State of a forward pass besides the plan. make: returns the plan for a layer's rule.
+    """State of a forward pass other than the plan. make: returns the plan for a layer's rule.
 
     blocked: the same for a rule with blocks and the number of each row's block; None where blocks are not served.
     note: before rows are shared, returns the placeholder of a mask, of its function, the padding mask and a config.

@@ -4,7 +4,7 @@
     rank 1   its prompts ──► its cache ──► its tokens
 
 Nothing is sent, and ranks may call it at different times or not at all. Where weights are sharded, a forward gathers
-them from all ranks, so there every rank must call it, and goes on with the others until the last of them is done.
+them from all ranks, so there every rank must call it, and continues with the others until the last one is done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def generators(handle: ParallelModel, model: PreTrainedModel) -> dict[str, Calla
 def rank_generates(handle: ParallelModel, name: str, generate: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """What a model's own method generates for the prompts of this rank alone.
 
-    Raises: NotImplementedError for ``generate_batch`` on sharded weights, where ranks cannot go on together.
+    Raises: NotImplementedError for ``generate_batch`` on sharded weights, where ranks cannot stay in step.
     """
     sharded = by_fsdp(handle.model)
     if sharded is None or len(sharded.ranks) == 1:

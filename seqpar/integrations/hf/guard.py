@@ -27,7 +27,7 @@ class ModelGuard:
     def __init__(self, model: PreTrainedModel, attention: str) -> None:
         self.model, self.attention = model, attention
         self.loss_function = model.loss_function if hasattr(model, "loss_function") else None
-        self._parallel: list[tuple[nn.Module, Any]] = []  # modules with a parallel forward, and that of their class
+        self._parallel: list[tuple[nn.Module, Any]] = []  # modules with a parallel forward, and their class's forward
         self._forward: Callable[..., Any] | None = None  # the model's parallel one
         self._reaching: Any = None  # what stood in its place when it last ran
         # by id, as a module may have a hash of its own

@@ -1,4 +1,4 @@
-"""The handle of a parallel transformers model: how it becomes parallel, and what it is asked for besides forwards."""
+"""The handle of a parallel transformers model: how a model becomes parallel, and all methods except the forward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TransformerHandle(ParallelModel):
 
     fit: the findings on the model. text: the module whose rows are shared: the model, or the text model inside it.
     entries: those of a batch with a value per token; optional: of these, those that a rank may lack. returned: outputs
-    besides those with a row per token.
+    other than those with a row per token.
     """
 
     entries: tuple[str, ...] = ROWS
@@ -140,7 +140,7 @@ class TransformerHandle(ParallelModel):
         Each step of the iterator is a collective of the calling thread, in which ranks exchange the lengths of a later
         batch; the planning thread uses no comm. A batch that is changed on its way to the model is planned when it
         arrives. The thread ends with the iterator: at the last batch, at an error, and on ``close``. A loop that begins
-        after that is another epoch over the same loader; one that begins in mid-epoch goes on with it.
+        after that is another epoch over the same loader; one that begins in mid-epoch continues it.
 
         Raises: at the batch's turn, the error of a rank's loader, on that rank, and ValueError on the others;
         ValueError on all ranks if some loaders have ended and others have not, and after a loader has written to a

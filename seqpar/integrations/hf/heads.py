@@ -1,10 +1,10 @@
-"""Heads that pool: the base model runs on all ranks, its rows go home, and the head runs on each rank's own batch.
+"""Heads that pool: the base model runs on all ranks, and the head on each rank's own batch.
 
 A classifier of sequences, a reward model or a pooler reads one row of every sequence, or a mean of them. That row is
-with the rank that computes it, and its place in a batch is only known where the batch came from. So `back` brings the
-base model's rows home, [B, S, hidden], and what follows is transformers' own code. Pads are zeros then, where one
-process has what the model makes of pads; a batch is refused if its head would read them. A trial shows what a head
-reads, and that its loss is a mean over rows, so that each rank's share is known.
+with the rank that computes it, and its place in a batch is only known to the rank that supplied the batch. So `back`
+returns the base model's rows to that rank, [B, S, hidden], and the rest is transformers' own code. Pads are zeros then,
+where one process has what the model makes of pads; a batch is refused if its head would read them. A trial shows what a
+head reads, and that its loss is a mean over rows, so that each rank's share is known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LocalHead(NamedTuple):
 
 
 def tried(model: PreTrainedModel) -> LocalHead | str:
-    """The findings on a model's head, with the attention that is written out; or why it cannot run at home."""
+    """The findings on a model's head, with the attention that is written out; or why it cannot run on one rank."""
     vocabulary = len(model.get_input_embeddings().weight)
     pad = pad_of(model)
     ids = torch.arange(ROWS * 7, device=model.device).view(ROWS, 7) * 5 % (vocabulary - 1)

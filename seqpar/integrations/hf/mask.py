@@ -33,9 +33,9 @@ class Rule(NamedTuple):
     """The keys of its own document that a token sees.
 
     causal: only those up to itself. left, right: at most so many before and after it. chunk: only those in its own
-    stretch of so many tokens. None: no limit. block: the same for a token of a block, such as an image: "" is no
-    difference, "ahead" that it sees to the end of its block, "whole" that it sees all of its block besides, "alone"
-    that it sees nothing else.
+    stretch of so many tokens. None: no limit. block: which keys a token of a block, such as an image, sees: ""
+    the same as other tokens, "ahead" these up to the end of its block, "whole" these and all of its block, "alone" only
+    its block.
     """
 
     causal: bool = False

@@ -4,7 +4,7 @@
     agree     ranks compare the call and exchange the lengths of documents   data/union.py, planning.py
     share     the batch becomes this rank's rows under a plan                data/share.py
     run       the model's own forward computes them                          layer_plans.py, attention.py, recurrent/
-    home      output rows return to the batch that they came from            outputs.py, data/share.py
+    home      output rows return to the rank that supplied the batch         outputs.py, data/share.py
     loss      of the union of all ranks' batches                             outputs.py, heads.py
 
 Labels never reach the model, whose own loss would be the mean over a rank's rows. The instance's ``forward`` is
@@ -56,7 +56,7 @@ class ParallelTransformer(TransformerHandle):
     of every rank's batch, also where all ranks bring the same one.
 
     Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
-    training with labels ``out.logits``, and hidden states that a class returns beside it, are None: the loss is
+    training with labels ``out.logits``, and hidden states that a class returns with it, are None: the loss is
     computed in chunks, without ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads
     make them, are parallel too.
 

@@ -1,4 +1,4 @@
-"""What a forward of a parallel transformers model returns: rows that go home, and the loss of all ranks' batches."""
+"""What a forward of a parallel transformers model returns: rows of its own batch, and the loss of all batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from seqpar.train.sums import reported, sum_under
 class Outputs(NamedTuple):
     """The outputs of a parallel model.
 
-    copies: how often num_items_in_batch counts a label. returned: those that go home besides those with a row per
-    token.
+    copies: how often num_items_in_batch counts a label. returned: outputs other than those with a row per
+    token that are returned.
     """
 
     model: PreTrainedModel

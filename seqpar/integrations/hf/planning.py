@@ -25,7 +25,7 @@ from seqpar.planner.cost import Ticks
 from seqpar.planner.memory import Memory
 from seqpar.planner.scale import weights_for
 
-# Seconds that spreading a batch costs besides computing it. For 8 documents of 128 tokens on 2 ranks of an Intel Xeon:
+# Seconds that spreading a batch adds to computing it. For 8 documents of 128 tokens on 2 ranks of an Intel Xeon:
 # 2 ms for planning, 1.5 ms for moving rows, 1 ms per layer for exchanging keys.
 SPREADING = 3e-3
 

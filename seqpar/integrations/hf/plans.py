@@ -48,7 +48,7 @@ class Plans:
 
     @property
     def state(self) -> PlanState:
-        """The inputs of a plan besides the batch."""
+        """The inputs of a plan other than the batch."""
         recomputed = any([module.gradient_checkpointing for module in self._recomputing])
         return PlanState(recomputed, self._model.device.type)
 

@@ -49,7 +49,7 @@ def counted_pad(model: PreTrainedModel) -> int:
 
 
 def counted(counting: str, batch: Mapping[str, Any], pad: int) -> Tensor:
-    """The positions [B, S] that a model counts for the rows of a batch, each document by itself.
+    """The positions [B, S] that a model counts for the rows of a batch, each document separately.
 
     pad: the padding token, as of `counted_pad`.
     """

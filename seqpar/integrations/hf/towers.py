@@ -20,10 +20,10 @@ from transformers.utils import ModelOutput
 
 from seqpar.comm import Comm
 
-# The inputs that the towers of each kind take, under these names in most models; with others beside them, by the
+# The inputs that the towers of each kind take, under these names in most models; with further inputs, by the
 # signature of get_*_features.
 MEDIA = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-EXACT = 4096  # values of a media input that ranks tell each other; of larger ones only the shape
+EXACT = 4096  # values of a media input that ranks exchange; of larger ones only the shape
 
 
 class Towers(NamedTuple):
@@ -133,7 +133,7 @@ def _shape(x: Any) -> Any:
 
 
 def _like(told: Any, device: torch.device) -> Any:
-    """The input that `_shape` tells of, or one like it of numbers that no norm divides by 0 for; None stays None."""
+    """The input that `_shape` describes, or one like it of numbers that no norm divides by 0 for; None stays None."""
     if isinstance(told, TensorSpec):
         x = torch.linspace(-1, 1, int(np.prod(told.shape)), device=device)
         return x.reshape(told.shape).to(told.dtype)
@@ -143,7 +143,7 @@ def _like(told: Any, device: torch.device) -> Any:
 
 
 def zero_of(features: Any) -> Any:
-    """0, depending on all features that reach the text model: not on hidden states that stand beside them."""
+    """0, depending on all features that reach the text model: not on hidden states next to them."""
     if isinstance(features, ModelOutput):
         features = [getattr(features, name, None) for name in ("pooler_output", "deepstack_features")]
     return sum(0 * x.sum() for x in _tensors(features))

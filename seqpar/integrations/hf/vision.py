@@ -6,7 +6,7 @@
                          text model    under a plan, as any model of tokens
                           ▼
                          head, loss    of these rows
-                          │  back      results, if any are asked for, go home
+                          │  back      requested results return to the rank that supplied the batch
                           ▼
                          logits of this rank's batch
 
@@ -48,7 +48,7 @@ from seqpar.integrations.hf.reading import BatchCall, output_of
 from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of
 from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
 
-# What the text model is given besides, with a value per token: offsets of positions, features between layers.
+# Other inputs of the text model with a value per token: offsets of positions, features between layers.
 GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visual_pos_masks", "per_layer_inputs"
 EXPERTS = "moe_mm_token_type_ids"  # which tokens go to the experts of images, in ERNIE 4.5 VL; 0 for text
 
@@ -128,7 +128,7 @@ class ParallelVision(ParallelTransformer):
     ) -> Any:
         if module is not self.text:
             return before(*args, **named) if self._vision else self._whole_forward(module, before, args, named)
-        if self._vision is None:  # the text model by itself
+        if self._vision is None:  # the text model alone
             return super()._forward(module, before, args, named)
         state = self._vision
         rows = self._rows(state, args, named)

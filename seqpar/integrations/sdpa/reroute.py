@@ -143,7 +143,7 @@ class Rerouting(TorchFunctionMode):
                 "sdpa: no attention was rerouted inside the block, in which the model called neither "
                 "F.scaled_dot_product_attention nor F.multi_head_attention_forward on this thread with the plan's "
                 "rows, scripted modules aside, whose calls are not seen; call F.scaled_dot_product_attention from "
-                "Python where the model computes attention by itself"
+                "Python where the model has its own attention code"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +239,9 @@ class Rerouting(TorchFunctionMode):
             if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads:
                 raise ValueError(f"sdpa: {shapes} with {num_heads} heads of {embed_dim_to_check} features in all")
             if is_causal and attn_mask is None:
-                raise ValueError("sdpa: multi-head attention takes is_causal=True as a hint beside attn_mask only")
+                raise ValueError(
+                    "sdpa: multi-head attention takes is_causal=True only as a hint, together with attn_mask"
+                )
             mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
             # the hint is ignored if it is wrong
             hinted = is_causal and attn_mask.shape[-1] == len(query) and self.triangle.of(mask, is_lower_triangle)

@@ -155,7 +155,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "images beside text": (
         made("CLIPModel", "CLIPConfig", text_config=TINY | {"intermediate_size": 40},
              vision_config=TINY | {"intermediate_size": 40, "image_size": 16, "patch_size": 8}),
-        "several ranks: it needs pixel_values beside input_ids: without, its forward fails on one process too; train",
+        "several ranks: it needs pixel_values in addition to input_ids: without, its forward fails on one process too;",
     ),
     "two heads": (made("BertForPreTraining", "BertConfig", **TINY, intermediate_size=40), "its head returns "),
     "pooler": (

@@ -43,7 +43,7 @@ def recurred(lru: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
 
 
 def misread(batch: Mapping[str, Any]) -> str:
-    """Why the block does not read documents of a batch by themselves, or "". Waits for the device.
+    """Why the block does not keep the documents of a batch apart, or "". Waits for the device.
 
     transformers' block begins anew where a position is 0 alone, and padding before a row enters it.
     """

@@ -126,7 +126,7 @@ def _tried(model: PreTrainedModel) -> ModelFit | list[str]:
 
 
 def _head_tried(model: PreTrainedModel) -> LocalHead | str:
-    """The findings on a head that pools; or why it cannot run at home."""
+    """The findings on a head that pools; or why it cannot run on one rank."""
     with precise(model), torch.no_grad(), as_written(model), forgotten(lengthy(model)):
         try:
             return tried(model)
@@ -166,7 +166,7 @@ def _fails_alone(model: PreTrainedModel) -> str:
                 return f"it computes input_ids of several codebooks, {form}"
     media = [name for name in MEDIA.values() if name in inspect.signature(type(model).forward).parameters]
     if media and "NoneType" in error:
-        return f"it needs {', '.join(media)} beside input_ids: without, its forward fails on one process too"
+        return f"it needs {', '.join(media)} in addition to input_ids: without, its forward fails on one process too"
     return f"{ALONE}: {error}"
 
 

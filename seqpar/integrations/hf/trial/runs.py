@@ -270,7 +270,7 @@ def findings(runs: TrialRuns) -> ModelFit | None:
 
 
 def _results(runs: TrialRuns, out: Any) -> tuple[list[str], bool]:
-    """The outputs with a row per token, and whether a pooler's is beside them; other outputs are left out later.
+    """The outputs with a row per token, and whether one of them is a pooler's; other outputs are left out later.
 
     An output of such a name without a row per token is a reason against the model.
     """
@@ -374,7 +374,7 @@ def _as_in_training(runs: TrialRuns) -> Iterator[None]:
         for module in model.modules():
             still = isinstance(module, torch_private.BatchNorm)
             module.training = not (still or getattr(module, "gradient_checkpointing", False))
-        # the numbers of other generators are drawn and go on afterwards as before
+        # other generators draw numbers, and continue afterwards as before
         with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic({}):
             yield
     finally:
