@@ -67,19 +67,19 @@ OPTIONAL = {
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
     "facts": """
-        drawing value intervals bands bounds windows documents trees picture unions slices mask layout segments
+        drawing value intervals bands bounds documents trees picture unions slices mask layout segments
         stretches tiles __init__
     """,
     "private": "__init__ accelerate diffusers flash_attn peft torch transformers",
     "plan": """
-        heads steps traffic travel_work recurrence routes fetched hierarchy residence runs parts prediction derive
-        counts report plot travel_counts travel travel_report travel_plot plan __init__
+        steps residence parts traffic recurrence routes fetched hierarchy runs derive counts report plot
+        travel_counts travel travel_report travel_plot plan __init__
     """,
     "dsp": """
-        form space costs search plan spec specs moves grid checks trial runner stages agreed apply __init__
+        form space costs search plan spec specs moves grid checks trial runner agreed apply __init__
     """,
     "planner": """
-        config presets shape hardware memory groups place nested count carried cost lines bound scale forecast problem
+        config presets shape hardware memory groups place nested count carried cost lines bound forecast problem
         batch step fit __init__
     """,
     "comm": """

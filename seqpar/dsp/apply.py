@@ -23,7 +23,6 @@ from seqpar.dsp.runner import Arguments, ForwardState, StageRun, by_name, run_st
 from seqpar.dsp.space import Sharding, Space
 from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
-from seqpar.dsp.stages import stage_of, tokens_of
 from seqpar.dsp.trial import ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
 from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
@@ -334,9 +333,9 @@ class Parallelized(ParallelModel):
         space = state.space
         shape = (tuple(space.dims.items()), x.numel(), x.dtype, state.training, *state.cached)
         if shape not in self.plans:
-            width = x.numel() // tokens_of(self.stages[0][1], space)
+            width = x.numel() // self.stages[0][1].tokens(space)
             stages = [
-                stage_of(state.model, name, block, space, width, x.element_size(), name in state.cached)
+                block.stage(state.model, name, space, width, x.element_size(), name in state.cached)
                 for name, block in self.stages
             ]
             stages[0] = replace(stages[0], rest=None)  # the first input is whole

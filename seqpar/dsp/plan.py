@@ -24,7 +24,7 @@ import numpy as np
 from seqpar.dsp.costs import Costs, Stage, StageChoice
 from seqpar.dsp.search import Search, kinds_of
 from seqpar.dsp.space import Sharding
-from seqpar.facts.drawing import checked_path
+from seqpar.facts.drawing import picture
 from seqpar.facts.value import integer
 from seqpar.planner import Hardware
 
@@ -242,20 +242,15 @@ WHOLE, MOVES, MUTED = "#aeb6c2", "#b5443f", "#6b7280"
 
 
 def _plot(plan: StagePlan, path: str | Path) -> None:
-    """Write the picture; the file's suffix decides its format.
+    """Write the picture; the file's suffix decides its format."""
+    size = (max(6.0, min(24.0, 2 + 0.35 * len(plan.stages))), 4.5)
+    with picture("StagePlan.plot", path, size, {}) as figure:
+        _draw(plan, figure.subplots())
 
-    Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ImportError(
-            "StagePlan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'"
-        ) from None
-    path = checked_path(path)
-    figure: Any = Figure(figsize=(max(6.0, min(24.0, 2 + 0.35 * len(plan.stages))), 4.5), layout="constrained")
-    axis = figure.subplots()
+
+def _draw(plan: StagePlan, axis: Any) -> None:
+    from matplotlib.patches import Patch
+
     costs = plan.costs
     colours = {dim: COLOURS[n % len(COLOURS)] for n, dim in enumerate(costs.dims)} | {None: WHOLE}
     for n, (stage, choice, after) in enumerate(zip(plan.stages, plan.choices, plan.afters, strict=True)):
@@ -273,4 +268,3 @@ def _plot(plan: StagePlan, path: str | Path) -> None:
     keys = [Patch(color=colour, label=f"{dim or 'nothing'} sharded") for dim, colour in colours.items()]
     axis.legend(handles=[*keys, Patch(color=MOVES, label="changes of sharding")], fontsize=8, ncols=3)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
+from seqpar.dsp.costs import Stage
 from seqpar.dsp.form import form_of
-from seqpar.dsp.space import Sharding
+from seqpar.dsp.space import Sharding, Space
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,32 @@ class Block:
                 "a block needs a stream; with attention it needs heads and kv_heads and takes no core, without it "
                 f"neither heads nor kv_heads; got {self}"
             )
+
+    def tokens(self, space: Space) -> int:
+        """How many rows the input has."""
+        form = form_of(next(iter(self.stream.values())))
+        return prod(space.dims[name] for name in form.names if name in space.dims)
+
+    def stage(self, model: nn.Module, name: str, space: Space, width: int, element: int, cached: bool) -> Stage:
+        """What planners see. width, element: elements of a row, and bytes of one. cached: by a hook."""
+        if missing := [dim for dim in self.whole if dim not in space.dims]:
+            raise ValueError(f"block {self.modules} mixes {missing}, expected some of the dimensions {[*space.dims]}")
+        module, tokens = model.get_submodule(name), self.tokens(space)
+        size = tokens * width * element * len(self.stream)
+        matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+        mixed = prod(space.dims[dim] for dim in self.whole)
+        heads, kv_heads = (self.core.count(module),) * 2 if self.core else (self.heads, self.kv_heads)
+        # a cache keeps the output of one call, which leaves no call of attention whose heads could be shared
+        if cached:
+            heads = kv_heads = 0
+        return Stage(
+            name, frozenset(self.whole), bytes=size, flops=2.0 * matrices * tokens,
+            attention=4.0 * tokens * mixed * width if self.whole else 0.0, heads=heads, kv_heads=kv_heads,
+            qkv=(size, 2 * size * kv_heads / heads) if heads else (0.0, 0.0), ring=self.attention and not cached,
+            filled=bool(self.core and self.core.sdpa),
+            # foreign code may not work on zero rows
+            rest=None if self.rest is None else frozenset(self.rest), rest_filled=True,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""What pictures share: colours, matplotlib's style, and the check of a path. Imports matplotlib only when called."""
+"""What pictures share: colours, matplotlib's style, and a file. Imports matplotlib only when called."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,32 @@ STYLE: Any = {
 DARK = STYLE | dict.fromkeys(("axes.labelcolor", "text.color"), "#e6e8eb")
 DARK |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#a3aab5")
 DARK |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#0d1117")
+
+
+@contextmanager
+def picture(
+    what: str, path: str | Path, size: tuple[float, float], style: Any = STYLE
+) -> Iterator[Any]:  # fmt: skip
+    """A figure to draw on, in the block; then it is written, in the format of the file's suffix.
+
+    Raises: ImportError, naming the caller, without matplotlib; and as `checked_path`.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure  # not pyplot: no backend, no window, no global state
+    except ImportError:
+        raise ImportError(f"{what} needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
+    path = checked_path(path)
+    with rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+
+
+def instead(axis: Any, words: str) -> None:
+    """Words in the middle of axes on which nothing is drawn."""
+    axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
 
 
 def checked_path(path: str | Path) -> Path:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.facts.bands import Band, Until, area_of, filled
-from seqpar.facts.bounds import band_of_bounds, batch_lengths
+from seqpar.facts.bounds import band_of_bounds, batch_lengths, checked_window, windowed
 from seqpar.facts.documents import band_of_documents, document_spans, stays_inside
 from seqpar.facts.intervals import distinct, edges
 from seqpar.facts.picture import MaskPicture, plot
@@ -38,7 +38,6 @@ from seqpar.facts.slices import block_strips, slice_strips
 from seqpar.facts.trees import Paths, nodes_of_groups, paths_of, reach_along_paths, runs_of_nodes
 from seqpar.facts.unions import Strips, bands_of, sink_strips, united
 from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, integer, is_integer, lengths_of, positions_of
-from seqpar.facts.windows import checked_window, windowed
 
 
 class Mask(Fact):
@@ -119,9 +118,7 @@ class Mask(Fact):
         Raises: ValueError for bounds out of range, naming the first such query.
         """
         documents, kv_lengths, band = band_of_bounds(lo, hi, until, kv_tokens, lengths)
-        self = cls.__new__(cls)
-        self._set(documents, kv_lengths, (band,), within=False, name="bounds")
-        return self
+        return cls.__new__(cls)._set(documents, kv_lengths, (band,), within=False, name="bounds")
 
     @classmethod
     def from_slices(
@@ -170,10 +167,8 @@ class Mask(Fact):
     @classmethod
     def _of_strips(cls, strips: Strips, tokens: int, keys: int, lengths: ArrayLike | None, name: str) -> Mask:
         documents, kv_lengths = batch_lengths(tokens, keys, lengths)
-        mask: Mask = cls.__new__(cls)
         bands = bands_of(strips, edges(documents), edges(kv_lengths))
-        mask._set(documents, kv_lengths, bands, within=False, name=name)
-        return mask
+        return cls.__new__(cls)._set(documents, kv_lengths, bands, within=False, name=name)
 
     def __or__(self, other: Mask) -> Mask:
         """The pairs of either mask, each once; one of the two masks itself if it has all pairs of the other.
@@ -195,8 +190,7 @@ class Mask(Fact):
         if self.paths and other.paths and not self.same_paths(other):
             raise NotImplementedError(f"{self!r} | {other!r} has two paths to a token; give both parts the same tree")
         paths = self.paths or other.paths
-        mask: Mask = type(self).__new__(type(self))
-        mask._set(
+        mask = type(self).__new__(type(self))._set(
             self.lengths, self.kv_lengths, united([*self.bands, *other.bands], self.offsets, self.kv_offsets),
             within=self.within_documents and other.within_documents, name="union",
             paths=paths and paths._replace(left=None, alone=False),
@@ -242,14 +236,16 @@ class Mask(Fact):
         band = Band(document_spans(documents, documents, None, 0), until).canonical(tokens, tokens)
         if band.until is None:
             return cls(documents, window=(left, None))
-        mask: Mask = cls.__new__(cls)
-        mask._set(documents, documents, (band,), within=True, name="tree")
+        mask = cls.__new__(cls)._set(documents, documents, (band,), within=True, name="tree")
         return mask.windowed((left, None))
 
     def _set(
         self, queries: Ints, keys: Ints, bands: tuple[Band, ...], *, within: bool, name: str, paths: Paths | None = None
-    ) -> None:
-        """within: True if queries are known to see only keys of their own documents. paths: where bands hide them."""
+    ) -> Mask:
+        """This mask, which is new, with its fields.
+
+        within: True if queries are known to see only keys of their own documents. paths: where bands hide them.
+        """
         offsets, kv_offsets = edges(queries), edges(keys)
         self._fill(
             lengths=queries, kv_lengths=keys, offsets=offsets, kv_offsets=kv_offsets,
@@ -257,6 +253,7 @@ class Mask(Fact):
             bands=tuple(band.frozen() for band in bands), _name=name,
             _paths=None if paths is None else paths.frozen(),
         )  # fmt: skip
+        return self
 
     def _made_digest(self) -> str:
         spans = [x for band in self.bands for x in band.spans.canonical(self.tokens)]
@@ -376,12 +373,11 @@ class Mask(Fact):
             return self._of_tree(queries, Until(paths.start, paths.end), paths.left)
         keys = queries if self.kv_lengths is self.lengths else frozen(self.kv_lengths[chosen])
         bands = tuple(band_of_documents(band, chosen, self.offsets, self.kv_offsets) for band in self.bands)
-        mask: Mask = type(self).__new__(type(self))
         among = None if self._paths is None else self._paths.pick(chosen, self.offsets)
         if among is not None and among.start.size == chosen.size:
             among = None  # no document branches
-        mask._set(queries, keys, filled(bands), within=True, name=self._name, paths=among)
-        return mask
+        made = type(self).__new__(type(self))
+        return made._set(queries, keys, filled(bands), within=True, name=self._name, paths=among)
 
     def windowed(self, window: tuple[int | None, int | None]) -> Mask:
         """This mask, limited to keys within a window of the query, (left, right), None for no limit; cached.
@@ -406,21 +402,17 @@ class Mask(Fact):
     def _windowed_tree(self, paths: Paths, left: int) -> Mask:
         tokens = self.tokens
         band = Band(paths.spans(left, self.offsets), Until(paths.start, paths.end)).canonical(tokens, tokens)
-        mask: Mask = type(self).__new__(type(self))
-        mask._set(
+        return type(self).__new__(type(self))._set(
             self.lengths, self.kv_lengths, (band,), within=True, name=f"tree, window={(left, None)}",
             paths=paths._replace(left=left),
         )  # fmt: skip
-        return mask
 
     def _windowed(self, left: int | None, right: int | None) -> Mask:
         bands = tuple(windowed(band, left, right, self.offsets, self.key_positions) for band in self.bands)
         if len(bands) > 1:
             bands = united(bands, self.offsets, self.kv_offsets)
-        mask: Mask = type(self).__new__(type(self))
-        name = f"{self._name}, window={(left, right)}"
-        mask._set(self.lengths, self.kv_lengths, bands, within=self.within_documents, name=name)
-        return mask
+        made, name = type(self).__new__(type(self)), f"{self._name}, window={(left, right)}"
+        return made._set(self.lengths, self.kv_lengths, bands, within=self.within_documents, name=name)
 
     def area(self) -> int:
         """Number of attended pairs of a query and a key."""

@@ -1,7 +1,4 @@
-"""The picture of a mask: which keys a query sees, by band; beside it, for a tree, the nodes on each query's path.
-
-Only the function that writes a file imports matplotlib; the panels draw on axes that they receive.
-"""
+"""The picture of a mask: which keys a query sees, by band; beside it, for a tree, the nodes on each query's path."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.facts.bands import Band
-from seqpar.facts.drawing import EDGE, LONG, MUTED, STYLE, checked_path
+from seqpar.facts.drawing import EDGE, LONG, instead, picture
 from seqpar.facts.intervals import interval_of
 from seqpar.facts.trees import Paths
 from seqpar.facts.value import Ints
@@ -39,22 +36,13 @@ def plot(shown: MaskPicture, path: str | Path) -> None:
 
     Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("Mask.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
-    path = checked_path(path)
     tree = shown.paths is not None
-    with rc_context(STYLE):
-        figure: Any = Figure(figsize=(13 if tree else 9, 8), layout="constrained")
+    with picture("Mask.plot", path, (13 if tree else 9, 8)) as figure:
         figure.suptitle(shown.title, fontsize=13, fontweight="bold")
         axes = figure.subplots(1, 1 + tree, width_ratios=(1, 2) if tree else None, sharey=True, squeeze=False)[0]
         pairs(axes[-1], shown)
         if shown.paths is not None:
             nodes(axes[0], shown.paths)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
 
 
 def pairs(axis: Any, shown: MaskPicture, *, columns: int = 4) -> None:
@@ -68,8 +56,8 @@ def pairs(axis: Any, shown: MaskPicture, *, columns: int = 4) -> None:
     tokens, keys = int(shown.offsets[-1]), int(shown.kv_offsets[-1])
     share = raster(shown)
     ink = 1 - np.array([to_rgb(LONG[n % len(LONG)]) for n in range(len(shown.bands))])
-    picture = 1 - np.einsum("bqk,bc->qkc", np.sqrt(share), ink).clip(0, 1)
-    image = axis.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, keys, tokens, 0))
+    cells = 1 - np.einsum("bqk,bc->qkc", np.sqrt(share), ink).clip(0, 1)
+    image = axis.imshow(cells, aspect="auto", interpolation="nearest", extent=(0, keys, tokens, 0))
     image.set_rasterized(True)
     if shown.offsets.size <= EDGES + 1:
         for query, key in zip(shown.offsets[1:-1].tolist(), shown.kv_offsets[1:-1].tolist(), strict=True):
@@ -96,9 +84,7 @@ def nodes(axis: Any, paths: Paths) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if count.size > DRAWN:
-        words = f"{count.size:,} nodes; at most {DRAWN:,} are drawn"
-        axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
-        return
+        return instead(axis, f"{count.size:,} nodes; at most {DRAWN:,} are drawn")
     colours = [LONG[n % len(LONG)] for n in range(count.size)]
     axis.barh(
         paths.start, count, paths.end - paths.start, paths.depth, align="edge", color=colours, alpha=0.55,

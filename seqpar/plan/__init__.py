@@ -3,7 +3,7 @@
 from seqpar.facts.segments import Kind, Segments
 from seqpar.facts.tiles import Tiles
 from seqpar.plan.fetched import Fetched, FetchedBand
-from seqpar.plan.heads import head_blocks, head_share, replicated
+from seqpar.plan.parts import head_blocks, head_share, replicated
 from seqpar.plan.plan import TRANSPORTS, Plan
 from seqpar.plan.steps import Part, Rows, Step, StepBand, Trade
 

@@ -16,25 +16,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.facts.intervals import Holders
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Fact, Ints, integer, is_integer
 from seqpar.plan.fetched import Fetched
-from seqpar.plan.heads import head_share, replicated
 from seqpar.plan.hierarchy import fetch_by_node
-from seqpar.plan.parts import part_of
-from seqpar.plan.prediction import Prediction
+from seqpar.plan.parts import head_share, part_of, replicated
 from seqpar.plan.residence import Residence
 from seqpar.plan.routes import LOCAL, Demand, StepRoute, gather, ring
 from seqpar.plan.steps import Entry, Part, Rows, Step, count
 from seqpar.plan.traffic import HeadShape, traffic
 
 NOMINAL_ROW_BYTES = 4096  # of one token's keys and values: 8 heads of 128 in bf16
+
+
+class Prediction(Protocol):
+    """A forecast of a step as plans show it: planners make forecasts, plans only carry them."""
+
+    @property
+    def node(self) -> int:
+        """Ranks of a node of the machine."""
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """A layer's heads, key heads, dims and dtype, as `Plan.bytes` takes them."""
+
+    @property
+    def phases(self) -> dict[str, NDArray[np.float64]]:
+        """Seconds of every rank in a step, by activity."""
+
+    @property
+    def least(self) -> float:
+        """A lower bound on the seconds of any plan."""
+
+    @property
+    def what(self) -> str:
+        """The model and the machine, in a few words."""
+
+    @property
+    def headline(self) -> str:
+        """Seconds of the slowest rank and the gap to the bound, in a few words."""
 
 
 class Derived(Fact):

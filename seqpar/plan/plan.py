@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, digest_of, frozen, int64_of, integer, is_integer
-from seqpar.plan.derive import Derived
+from seqpar.plan.derive import Derived, Prediction
 from seqpar.plan.plot import plot
-from seqpar.plan.prediction import Prediction
 from seqpar.plan.report import describe
 from seqpar.plan.residence import Residence
 

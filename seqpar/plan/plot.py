@@ -1,8 +1,6 @@
 """The picture of a plan: who holds which document, how evenly work is shared, who sends to whom, the forecast.
 
 Of a tree and of several bands also which keys a query sees.
-
-Only the function that writes a file imports matplotlib; the panels draw on axes that they receive.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.facts.drawing import DARK, EDGE, LONG, MUTED, STYLE, checked_path
+from seqpar.facts.drawing import DARK, EDGE, LONG, MUTED, STYLE, instead, picture
 from seqpar.facts.intervals import cut
 from seqpar.facts.picture import pairs
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Floats, fetched_between, load_of, node_of
-from seqpar.plan.derive import Derived
-from seqpar.plan.prediction import Prediction
+from seqpar.plan.derive import Derived, Prediction
 from seqpar.plan.report import shows_each_rank
 from seqpar.plan.traffic import HeadShape
 
@@ -36,30 +33,16 @@ def plot(
     plan: Derived, path: str | Path, *, call: dict[str, Any] | None = None, panel: str | None = None, dark: bool = False
 ) -> None:
     """Write the picture of a plan, as `Plan.plot` says."""
-    try:
-        from matplotlib import rc_context
-
-        # Figure without pyplot: no backend, no window, no global state.
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("Plan.plot needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
-    path = checked_path(path)
     absent = {"mask"} if plan.mask.plain else set()
     absent |= {"time"} if plan.forecast is None else set()
     drawn = [name for name in PANELS if name not in absent]
     if panel is not None and panel not in drawn:
         raise ValueError(f"panel={panel!r}: this plan has the panels {', '.join(drawn)}")
-    with rc_context(DARK if dark else STYLE):
-        figure: Any = Figure(figsize=(16, 9.6) if panel is None else (11, 4.6), layout="constrained")
+    with picture("Plan.plot", path, (16, 9.6) if panel is None else (11, 4.6), DARK if dark else STYLE) as figure:
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, hspace=0.03, wspace=0.03)
-        if panel is None:
-            axes = _all_panels(figure, plan)
-        else:
-            axes = {panel: figure.subplots()}
+        axes = _all_panels(figure, plan) if panel is None else {panel: figure.subplots()}
         for name, axis in axes.items():
             _draw(name, axis, plan, call)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
 
 
 def _all_panels(figure: Any, plan: Derived) -> dict[str, Any]:
@@ -118,9 +101,9 @@ def holders(axis: Any, plan: Derived, *, names: Sequence[str] | None = None) -> 
     document, depth = raster(plan)
     base = colours[document]
     background = np.array(to_rgb(axis.get_facecolor()))
-    picture = np.where((document < 0)[..., None], background, 1 - (1 - base) * (0.4 + 0.6 * depth[..., None]))
+    cells = np.where((document < 0)[..., None], background, 1 - (1 - base) * (0.4 + 0.6 * depth[..., None]))
     most = int(plan.layout.sizes().max())
-    image = axis.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, most, plan.ranks - 0.5, -0.5))
+    image = axis.imshow(cells, aspect="auto", interpolation="nearest", extent=(0, most, plan.ranks - 0.5, -0.5))
     image.set_rasterized(True)
     for edge in np.arange(plan.ranks - 1) + 0.5 if plan.ranks <= 32 else ():
         axis.axhline(edge, color=background, linewidth=4 if plan.ranks <= 8 else 1.5)
@@ -252,8 +235,7 @@ def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any,
     who = "rank" if block == 1 else f"{block} ranks each"
     axis.set(title="Who sends to whom", xlabel=f"sender, {who}", ylabel=f"receiver, {who}")
     if not exact and plan.transport != "fetch":
-        words = 'of so many ranks or rows drawn for transport "fetch"'
-        axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
+        instead(axis, 'of so many ranks or rows drawn for transport "fetch"')
         axis.set(xticks=[], yticks=[])
         return None, ""
     moved = (_bytes(plan, call) if exact else _blocks(plan, call, block)) / 2**20

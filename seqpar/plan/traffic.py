@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from seqpar.facts.value import integer
-from seqpar.plan.heads import head_share, replicated
+from seqpar.plan.parts import head_share, replicated
 from seqpar.plan.steps import Part, Step, count
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -22,7 +22,7 @@ a run, so with W for the work of the longest run's rows, in bytes, and `LATENCY`
 
     n (W / B + L + S / B) + (B - 1) L
 
-and more where a device computes several heads at once, but a block has fewer: `seqpar.plan.travel_work` has the work.
+and more where a device computes several heads at once, but a block has fewer: `seqpar.plan.recurrence` has the work.
 Everything is computed from integers that all ranks have, so they choose alike. Sources: Sun et al. 2025 (LASP-2)
 gather; Sun et al. 2024 (LASP) is the pipeline of one block; Chou et al. 2025 (ZeCO) is the chain.
 """
@@ -35,10 +35,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.plan.recurrence import LayerBytes
+from seqpar.plan.recurrence import LayerBytes, LayerWork
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid
-from seqpar.plan.travel_work import LayerWork
 
 STATE_WAYS = ("gather", "chain")
 LAYER_WAYS = (*STATE_WAYS, "pipeline", "rows")

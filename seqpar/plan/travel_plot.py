@@ -1,7 +1,4 @@
-"""The picture of what passes between ranks for one recurrent layer: who sends which state, and bytes by pairs of ranks.
-
-Only the function that writes a file imports matplotlib.
-"""
+"""The picture of what ranks pass for one recurrent layer: who sends which state, and bytes by pairs of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.facts.drawing import EDGE, INK, LONG, MUTED, STYLE, checked_path
+from seqpar.facts.drawing import EDGE, INK, LONG, instead, picture
 from seqpar.plan.derive import Derived
 from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.plan.runs import DocumentRuns, check_unbranched
@@ -44,20 +41,13 @@ def plot(
     check_kinds("plot", plan, layer)
     check_travel("plot", travel, LAYER_WAYS)
     check_unbranched("plot", plan.mask)
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("this picture needs matplotlib, which is not installed: pip install 'seqpar[plot]'") from None
     if plan.ranks > RANKS:
         raise ValueError(f"at most {RANKS} ranks are drawn, the plan has {plan.ranks}; describe has their quantiles")
-    path = checked_path(path)
     runs = DocumentRuns.of(plan.residence)
     of_layer = layer.bytes(dtype, gates=gates, device=device, threads=threads)
     way = layer_way(runs, of_layer, travel)
     where, inner = inside(runs, way)
-    with rc_context(STYLE):
-        figure: Any = Figure(figsize=(14, 2.6 + 0.35 * max(plan.ranks, 8)), layout="constrained")
+    with picture("this picture", path, (14, 2.6 + 0.35 * max(plan.ranks, 8))) as figure:
         figure.suptitle(
             f"One recurrent layer on {plan.ranks} ranks: {describe_way(way)}", fontsize=13, fontweight="bold"
         )
@@ -71,8 +61,6 @@ def plot(
         for ticks in (right.xaxis, right.yaxis):
             ticks.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=right, label="MiB in one layer, forward", shrink=0.9)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
 
 
 def senders(axis: Any, runs: DocumentRuns, way: TravelWay) -> None:
@@ -83,9 +71,7 @@ def senders(axis: Any, runs: DocumentRuns, way: TravelWay) -> None:
     axis.yaxis.get_major_locator().set_params(integer=True)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if runs.start.size > DRAWN:
-        words = f"{runs.start.size:,} runs; at most {DRAWN:,} are drawn"
-        axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=MUTED)
-        return
+        return instead(axis, f"{runs.start.size:,} runs; at most {DRAWN:,} are drawn")
     colours = [LONG[document % len(LONG)] for document in runs.document.tolist()]
     axis.barh(runs.rank, runs.count, left=runs.start, height=0.5, color=colours, edgecolor="white", linewidth=0.6)
     for edge in runs.offsets[1:-1].tolist():

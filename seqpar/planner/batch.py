@@ -20,7 +20,7 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
-from seqpar.planner.bound import document_ticks, launches_in, layers_in, lower_bound
+from seqpar.planner.bound import document_ticks, launches_in, layers_in, lower_bound, weights_for
 from seqpar.planner.carried import LayerTraffic, RecurrentWeights, carried_of
 from seqpar.planner.cost import (
     Layers,
@@ -38,7 +38,6 @@ from seqpar.planner.lines import in_line, near_sighted
 from seqpar.planner.nested import Nest, all_whole, nested
 from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
 from seqpar.planner.problem import STAGE_BYTES, Problem
-from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
 TYPICAL_STAGE = 32 << 20  # bytes of a stage's keys, while documents are placed

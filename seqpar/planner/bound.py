@@ -1,10 +1,20 @@
-"""Lower bounds on the ticks of a step of any plan under the cost model of `cost`."""
+"""Bounds on the ticks of a step under the cost model of `cost`: lower ones of any plan, and upper ones.
+
+From upper ones follows the length of a batch's tick, the shortest with which no sum over the batch exceeds 64 bits: a
+power of two times the finest one. The sums are counted in Python integers from facts that all ranks have, so all ranks
+agree. The power is 0 up to about 10 million tokens in a document.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.planner.cost import Layers, Weights
+from seqpar.planner.cost import LARGEST, Layers, Weights
 from seqpar.planner.count import again, areas
+from seqpar.planner.hardware import Hardware
+from seqpar.planner.shape import ModelShape
 
 
 def document_ticks(layers: Layers, w: Weights) -> Ints:
@@ -43,3 +53,52 @@ def layers_in(layers: Layers) -> int:
 def launches_in(layers: Layers) -> int:
     """The number of layers, each counted once for every band of its mask: each step launches its kernels so often."""
     return sum(count * len(mask.bands) for mask, count in layers)
+
+
+def weights_for(
+    layers: Layers, shape: ModelShape, hardware: Hardware, *, stage_bytes: int = 0, rows: int = 0
+) -> Weights:
+    """The weights of a model on a machine, in the finest ticks that the batch allows.
+
+    stage_bytes: bytes of the smallest stage, 0 if documents are only compared. rows: the most rows of a rank, to cover
+    merging under any layout; without it, `cost` raises OverflowError for a layout that merges too much.
+    """
+    finest = Weights.of(shape, hardware)
+    moved = moved_ticks(layers, finest, rows=rows, stage_bytes=stage_bytes) if stage_bytes else 0
+    for area in (_area_at_most, Mask.area):  # most batches are far from any limit: a coarse bound will do
+        spent = whole_ticks(layers, finest, area) + moved
+        # counting a layer's stages multiplies its ticks by five
+        most = max(spent, 5 * (spent // max(1, layers_in(layers))))
+        if most < LARGEST:
+            return finest
+    # a margin, since weights are rounded
+    return Weights.of(shape, hardware, coarse=(most // LARGEST).bit_length() + 3)
+
+
+def whole_ticks(layers: Layers, w: Weights, area: Callable[[Mask], int] = Mask.area) -> int:
+    """Ticks of all documents, each whole on one rank. area: the pairs of a mask, or more."""
+    mask = layers[0][0]
+    ticks = mask.tokens * w.per_row
+    for mask, count in layers:
+        ticks += count * (w.pair * area(mask) + w.query * mask.tokens * len(mask.bands) + w.piece * len(mask.lengths))
+    return ticks
+
+
+def _area_at_most(mask: Mask) -> int:
+    """No fewer pairs than a mask has: as if every query saw as many keys as the longest document has."""
+    return mask.tokens * (int(mask.kv_lengths.max()) if mask.within_documents else mask.kv_tokens)
+
+
+def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> int:
+    """An upper bound of a rank's ticks besides its documents: fetched keys, stages, pieces, waiting, merged rows."""
+    tokens = layers[0][0].tokens
+    stages = tokens // max(1, stage_bytes // w.row_bytes) + 3
+    links = (w.inside, w.across)
+    row = w.key + sum(link.hop_key + link.hop_grad for link in links) + 2 * (w.inside.hop_enter + w.inside.hop_leave)
+    stage = w.forward.stage + w.backward.stage + 2 * sum(link.latency for link in links)
+    merged = min(2 * rows, tokens) * w.query * stages
+    ticks = 0 if w.recurrent is None else w.recurrent.most(tokens)
+    for mask, count in layers:
+        pieces = mask.breaks.size + 2 * len(mask.lengths) + 2
+        ticks += count * (row * tokens + w.piece * pieces + len(mask.bands) * ((stages + 2) * stage + merged))
+    return ticks

@@ -17,12 +17,11 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import summed
-from seqpar.plan.recurrence import LayerBytes
+from seqpar.plan.recurrence import LayerBytes, LayerWork
 from seqpar.plan.residence import Residence
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import LATENCY, halo_way, inside, layer_way
 from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid
-from seqpar.plan.travel_work import LayerWork
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.place import Pieces
 from seqpar.planner.shape import ModelShape

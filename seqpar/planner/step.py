@@ -21,10 +21,9 @@ from seqpar.facts.value import Ints, frozen, integer
 from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.batch import plan_of
-from seqpar.planner.bound import document_ticks
+from seqpar.planner.bound import document_ticks, weights_for
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.problem import Problem, lengths_in
-from seqpar.planner.scale import weights_for
 from seqpar.planner.shape import ModelShape
 
 MOST = (1 << 31) - 1  # more than kernels can number

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
 from seqpar.planner import AttentionCost, Hardware, Link, ModelShape, plan_batch
+from seqpar.planner.bound import weights_for
 from seqpar.planner.cost import counted, ticks
 from seqpar.planner.problem import Problem
-from seqpar.planner.scale import weights_for
 from tests.cases import examples
 
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)

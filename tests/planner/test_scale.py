@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from seqpar import Mask
 from seqpar.plan.counts import load_of
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
+from seqpar.planner.bound import weights_for, whole_ticks
 from seqpar.planner.cost import Weights
 from seqpar.planner.problem import layers_of
-from seqpar.planner.scale import weights_for, whole_ticks
 from tests.cases import examples
 
 H100 = Hardware.preset("h100")

@@ -20,10 +20,9 @@ from seqpar.facts.value import Ints
 from seqpar.integrations.hf.config import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS, PlanState
 from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, ModelShape, plan_batch
-from seqpar.planner.bound import document_ticks, lower_bound
+from seqpar.planner.bound import document_ticks, lower_bound, weights_for
 from seqpar.planner.cost import Ticks
 from seqpar.planner.memory import Memory
-from seqpar.planner.scale import weights_for
 
 # Seconds that spreading a batch adds to computing it. For 8 documents of 128 tokens on 2 ranks of an Intel Xeon:
 # 2 ms for planning, 1.5 ms for moving rows, 1 ms per layer for exchanging keys.

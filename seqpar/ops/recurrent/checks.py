@@ -16,9 +16,8 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.agreement import digest_of_call, remember
 from seqpar.ops.recurrent.rows import check_rows
 from seqpar.plan import Plan
-from seqpar.plan.recurrence import LayerBytes
+from seqpar.plan.recurrence import LayerBytes, LayerWork
 from seqpar.plan.runs import check_unbranched
-from seqpar.plan.travel_work import LayerWork
 
 LOOKED = "decays are logarithms"  # the key under which a plan notes that a rank's were read
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -19,8 +19,7 @@ from seqpar import recurrent
 from seqpar.comm import Comm
 from seqpar.facts.mask import Mask
 from seqpar.plan import Plan
-from seqpar.plan.recurrence import RecurrentLayer
-from seqpar.plan.travel_work import LayerWork
+from seqpar.plan.recurrence import LayerWork, RecurrentLayer
 from seqpar.testing import dense_linear_attention, run_threads
 from tests.cases import LAYOUTS, document_lengths, make_layout
 
