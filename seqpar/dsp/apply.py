@@ -28,7 +28,7 @@ from seqpar.facts.value import integer
 from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
 from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
-from seqpar.ops.core.agreement import agreement
+from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
 from seqpar.ops.core.collective_op import refuse_batches
 from seqpar.ops.core.compared import check_gradient, hashed, leaves
 from seqpar.ops.core.handles import in_graph
@@ -163,12 +163,13 @@ class Parallelized(ParallelModel):
                 out = forward(**arguments)
         finally:
             stack.pop()
-        if not state.ended:
-            missing = [*self.names, self.spec.exit and self.spec.exit.module][state.count]
-            raise NotImplementedError(
-                f"a forward of {type(model).__name__} ended without {missing}, which its spec has; call all stages and "
-                "the exit once in each forward"
-            )
+        with errors_on_all_ranks(f"a forward of {type(model).__name__}", self.comm):
+            if not state.ended:
+                missing = [*self.names, self.spec.exit and self.spec.exit.module][state.count]
+                raise NotImplementedError(
+                    f"a forward of {type(model).__name__} ended without {missing}, which its spec has; call all stages "
+                    "and the exit once in each forward"
+                )
         if state.first:
             self._checks.after(state, seen, out)
         seen.shapes.add((state.shape, kind))
@@ -239,15 +240,16 @@ class Parallelized(ParallelModel):
         exit = self.spec.exit
         assert exit is not None
         state = self._current(exit.module)
-        if state.count < len(self.names) or state.ended or state.plan is None:
-            raise NotImplementedError(
-                f"{exit.module} is called after {state.count} of {len(self.names)} stages, or twice; call it once, "
-                "after the last stage"
-            )
-        state.ended = True
-        ((argument, x),) = arguments.items()
-        grid, end = state.grid, state.end(exit)
-        grid.check(x, exit.form, end, f"the input of {exit.module}")
+        with errors_on_all_ranks(exit.module, self.comm):
+            if state.count < len(self.names) or state.ended or state.plan is None:
+                raise NotImplementedError(
+                    f"{exit.module} is called after {state.count} of {len(self.names)} stages, or twice; call it once, "
+                    "after the last stage"
+                )
+            state.ended = True
+            ((argument, x),) = arguments.items()
+            grid, end = state.grid, state.end(exit)
+            grid.check(x, exit.form, end, f"the input of {exit.module}")
         block = Block(exit.module, {argument: exit.form})
         due = self._to_try(state, exit.module, block, grid, end[0]) if state.first and end[1] == grid.held else {}
         trial = Trial(module, block, grid, end[0], list(due), arguments) if due else None
@@ -320,7 +322,8 @@ class Parallelized(ParallelModel):
             if state.draws is not None and state.draws.drew and self.check_inputs:
                 with agreement("random numbers before the first stage", self.comm, every=True) as call:
                     call.facts = {f"the input of {name}": hashed(x)}
-        run = state.next(name, self.spec.exit)
+        with errors_on_all_ranks(name, self.comm):
+            run = state.next(name, self.spec.exit)
         if state.training:
             if not hasattr(storage, SEEN):
                 setattr(storage, SEEN, {})

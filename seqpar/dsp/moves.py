@@ -48,9 +48,10 @@ def split(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") ->
 
     Raises: ValueError for a tensor that does not fit the form, or is not whole.
     """
-    _check_grad(grad)
-    at, share = form_of(form).index(dim), space.shares(dim)[space.comm.rank]
-    whole = space.unfold(x, form, None)
+    with errors_on_all_ranks("split", space.comm):
+        _check_grad(grad)
+        at, share = form_of(form).index(dim), space.shares(dim)[space.comm.rank]
+        whole = space.unfold(x, form, None)
     y = whole.narrow(at, space.start(dim), share)
     if grad == "replicated":
         y = _SplitReplicated.apply(y, whole, _plan(space.dims[dim], space.comm.size), space.comm, at)
@@ -131,8 +132,9 @@ def move(
         return [split(x, space, form, dst, grad=grad) for x, form in zip(xs, forms, strict=True)]
     if src is not None and dst is None:
         return [gather(x, space, form, src, grad=grad) for x, form in zip(xs, forms, strict=True)]
-    for n, (x, form) in enumerate(zip(xs, forms, strict=True)):
-        space.check(x, form, src, f"tensor {n}")
+    with errors_on_all_ranks("move", space.comm):
+        for n, (x, form) in enumerate(zip(xs, forms, strict=True)):
+            space.check(x, form, src, f"tensor {n}")
     return list(xs)
 
 
@@ -141,7 +143,8 @@ def share_of(x: Tensor, space: Space, form: str, sharded: Sharding, what: str = 
 
     Raises: ValueError for a tensor that does not fit the form, or is not whole.
     """
-    names = space.check(x, form, None, what).names
+    with errors_on_all_ranks("share_of", space.comm):
+        names = space.check(x, form, None, what).names
     return split(x, space, form, sharded) if sharded is not None and sharded in names else x
 
 

@@ -151,6 +151,8 @@ def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], 
             raise ValueError(
                 f"{what} got {len(args)} arguments by position, its forward names {order}; pass only these by position"
             )
+        if twice := [name for name in order[: len(args)] if name in kwargs]:
+            raise TypeError(f"{what} got multiple values for argument {twice[0]!r}")
         return dict(zip(order, args)) | kwargs
 
     return named
@@ -164,7 +166,8 @@ def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, argu
     Raises: ValueError for an argument that is not in the spec, or does not fit its form under the sharding.
     """
     names, forms = list(block.stream), list(block.stream.values())
-    _check_arguments(run.name, block, arguments)
+    with errors_on_all_ranks(run.name, run.grid.whole.comm):
+        _check_arguments(run.name, block, arguments)
     grid, xs = run.grid, [arguments[name] for name in names]
     inside = run.inside, grid.held
     streams = dict(zip(names, grid.move(xs, forms, run.before, inside)))
@@ -199,9 +202,7 @@ def _compute(module: nn.Module, block: Block, forward: Any, run: StageRun, argum
         outs = _called(module, block, forward, run, arguments)
         if run.written is not None:
             run.written.extend(name for (name, x), v in zip(others, versions, strict=True) if version_of(x) != v)
-    with (
-        errors_on_all_ranks(run.name, grid.whole.comm) if skips else nullcontext()
-    ):  # ranks without rows make no outputs
+    with errors_on_all_ranks(run.name, grid.whole.comm):
         if len(outs) != len(block.stream):
             raise ValueError(
                 f"{run.name} returned {len(outs)} tensors, its spec has {len(block.stream)} streams; let it return a "

@@ -116,6 +116,7 @@ def test_a_replicated_batch_is_read_in_one_copy(reads: list[str]) -> None:
     assert reads == ["cpu"]
 
 
+ROPE = {"rope_theta": 10000.0, "factor": 2.0}
 Feed = Callable[[Any, list[dict[str, Any]]], Iterator[dict[str, Any]]]
 
 
@@ -149,9 +150,10 @@ def moved_by_prefetch(handle: Any, loader: list[dict[str, Any]]) -> Iterator[dic
     ids=lambda x: getattr(x, "__name__", x),
 )
 @pytest.mark.parametrize("counted", [False, True], ids=["", "num_items_in_batch"])
+@pytest.mark.parametrize("rope", ["default", "dynamic"])  # the latter's model reads rows
 @pytest.mark.sampled(3)
 def test_a_forward_of_a_transformers_model_reads_its_batch_at_most_once(
-    feed: Feed, copies: int, counted: bool, reads: list[str], monkeypatch: pytest.MonkeyPatch
+    feed: Feed, copies: int, counted: bool, rope: str, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = transformers_model.take
 
@@ -164,7 +166,7 @@ def test_a_forward_of_a_transformers_model_reads_its_batch_at_most_once(
 
     def trained(feed: Feed | None) -> tuple[list[float], list[int]]:
         losses, counts = [], []
-        model = copy.deepcopy(build("llama"))
+        model = copy.deepcopy(build("llama", rope_parameters=ROPE | {"rope_type": rope}))
         with seqpar.parallelize(model, seqpar.LocalComm()) as handle:
             for batch in batches() if feed is None else feed(handle, batches()):
                 if not counted:

@@ -24,6 +24,7 @@ from seqpar.integrations.hf.forward import Forward, current, dropped, inside, no
 from seqpar.integrations.hf.mask import Rule, UnsupportedMask, blocks_of, rule_of
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.signature import Numerics
+from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.plan import Plan
@@ -157,7 +158,8 @@ def attention_function(
         layer_calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
         note_caller(module)
     if isinstance(attention_mask, UnsupportedMask):
-        raise attention_mask
+        with errors_on_all_ranks("attention", surrounding().comm):
+            raise attention_mask
     if isinstance(attention_mask, Tensor) and attention_mask.shape == (1, 1, 1, 1):
         attention_mask = attention_mask.view(())
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:

@@ -31,11 +31,12 @@ from seqpar.foreign.wrap import PARALLEL, replaced
 from seqpar.integrations.hf.forward import Forward, during
 from seqpar.integrations.hf.handle import TransformerHandle
 from seqpar.integrations.hf.heads import HeadCall, LocalHead
+from seqpar.integrations.hf.mask import UnsupportedMask
 from seqpar.integrations.hf.outputs import graphs
 from seqpar.integrations.hf.positions import SHARES
 from seqpar.integrations.hf.reading import BatchCall
 from seqpar.integrations.hf.recurrent.mixers import of_documents
-from seqpar.integrations.hf.request import UNREAD, Request, arguments_of, parameters
+from seqpar.integrations.hf.request import UNREAD, Request, misgiven, parameters
 from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
@@ -119,7 +120,7 @@ class ParallelTransformer(TransformerHandle):
         self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Request, Share, dict[str, Any]]:
         """The request, this rank's share of the batch, and the arguments with which the module computes it."""
-        call = self._reader.read(module, arguments_of(module, args, named), self._head, self.logits)
+        call = self._reader.read(module, args, named, self._head, self.logits)
         known = announce(
             call.batch, self.comm, self.source, call.how, error=call.error, gather=partial(self._gather, call)
         )
@@ -196,6 +197,7 @@ class ParallelTransformer(TransformerHandle):
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
         arguments = dict(zip(parameters(type(self.model)), args)) | named
         call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._guard.loss_replaced)
+        call.error = call.error or misgiven(type(self.model), args, named)
         whole = arguments.pop("return_dict", None) is not False
         given = {n: x for n, x in arguments.items() if n not in (*UNREAD, "num_items_in_batch")} | {"return_dict": True}
         kept, self._head = self._head, call
@@ -214,8 +216,11 @@ class ParallelTransformer(TransformerHandle):
 
     @uncompiled
     def _fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one leaves, so that they do not wait for the timeout."""
-        if self.comm.size > 1:
+        """Tell the other ranks why this one leaves, so that they do not wait for the timeout.
+
+        Layers have told them of a mask that no plan has.
+        """
+        if self.comm.size > 1 and not isinstance(error, UnsupportedMask):
             self.comm.abort(f"{type(self.model).__name__}.forward: {type(error).__name__}: {error}")
 
     def _check_awake(self, grad: Tensor) -> None:

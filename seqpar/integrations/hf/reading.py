@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,17 @@ from seqpar.integrations.hf.positions import (
     shares,
 )
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero
-from seqpar.integrations.hf.request import COUNT, DOCUMENTS, OF_LOSS, Request, count_of, parameters
+from seqpar.integrations.hf.request import (
+    COUNT,
+    DOCUMENTS,
+    OF_LOSS,
+    Request,
+    arguments_of,
+    count_of,
+    misgiven,
+    on_host,
+    parameters,
+)
 from seqpar.integrations.hf.rewritten_attention import sees_places
 from seqpar.integrations.hf.rotary import lengthy
 from seqpar.integrations.hf.trial.runs import ModelFit, plain
@@ -78,18 +88,21 @@ class Reader:
         self._by_rows = bool(by_rows or fit.counting in (BY_TOKENS, BY_WORDS))
 
     def read(
-        self, module: PreTrainedModel, arguments: dict[str, Any], head: HeadCall | None, logits: bool | None
-    ) -> BatchCall:
-        """A call of the model or of its base model.
+        self, module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[str, Any], head: HeadCall | None,
+        logits: bool | None,
+    ) -> BatchCall:  # fmt: skip
+        """A call of the model or of its base model with these arguments.
 
         head: the call of a head that pools, if that calls the base model. logits: whether they are asked for.
         """
-        training = torch.is_grad_enabled() and self.model.training
+        training, arguments = torch.is_grad_enabled() and self.model.training, arguments_of(module, args, named)
         labels, layers = any(name in arguments for name in LABELS), adapted(self.model)
         hidden_states, items = arguments.get("output_hidden_states"), arguments.get("num_items_in_batch")
         labelled = labels or (head is not None and head.labels is not None)
         batch, count, error = dict[str, Any](), None, None
         try:
+            if wrong := misgiven(type(module), args, named):
+                raise wrong
             batch, count = self._batch(module, arguments, head, layers, labelled=labelled)
         except Exception as refused:  # all ranks raise it
             error = refused
@@ -126,7 +139,9 @@ class Reader:
         if unfit := unfit_wrapper() or unfit_adapters(self.model, layers, self._tried, loss=labelled):
             raise NotImplementedError(f"{who}: {unfit}")
         batch = {name: arguments[name] for name in (*self.entries, *DOCUMENTS) if name in arguments}
-        if (head or self._by_rows) and isinstance(mask := batch.get(MASK), Tensor) and bool((mask > 1).any()):
+        items = arguments.get("num_items_in_batch") if head is None else head.items
+        masked = (head or self._by_rows) and isinstance(batch.get(MASK), Tensor)
+        if masked and bool((on_host(batch, items, replicated=self.replicated)[MASK] > 1).any()):
             raise NotImplementedError(
                 f"attention_mask of {who} numbers the documents of a row, and a part of the model reads it as one; "
                 "give each document a row of its own"
@@ -140,7 +155,6 @@ class Reader:
 
             if reason := misread({n: x for n, x in batch.items() if n not in OF_LOSS}):
                 raise NotImplementedError(f"a batch for {who}: {reason}")
-        items = arguments.get("num_items_in_batch") if head is None else head.items
         return batch, count_of(items, batch, replicated=self.replicated)
 
     def rows(self, call: BatchCall, own: Share) -> tuple[Request, dict[str, Any]]:

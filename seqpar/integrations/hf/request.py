@@ -80,8 +80,25 @@ def arguments_of(module: PreTrainedModel, args: tuple[Any, ...], named: Mapping[
     return arguments
 
 
+def misgiven(kind: type[PreTrainedModel], args: tuple[Any, ...], named: Mapping[str, Any]) -> TypeError | None:
+    """Python's error for a call of a forward with more arguments than it takes by place, or with one twice."""
+    names = parameters(kind)
+    if len(args) > len(names):
+        return TypeError(
+            f"{kind.__name__}.forward() takes {len(names)} positional arguments but {len(args)} were given"
+        )
+    twice = [name for name in names[: len(args)] if name in named]
+    return TypeError(f"{kind.__name__}.forward() got multiple values for argument {twice[0]!r}") if twice else None
+
+
+def on_host(batch: Mapping[str, Any], items: Any, *, replicated: bool) -> dict[str, Any]:
+    """The batch and its num_items_in_batch, of which all that is read of them comes to the host in one copy."""
+    names = [*(batch if replicated else FACTS), "num_items_in_batch"]
+    return read_entries({**batch, "num_items_in_batch": items}, names)
+
+
 def count_of(items: Any, batch: Mapping[str, Any], *, replicated: bool) -> int | None:
-    """num_items_in_batch on the host: read in one copy with all that is read of the batch.
+    """num_items_in_batch as a number.
 
     Raises: ValueError if it is not a number of labels.
     """
@@ -90,8 +107,7 @@ def count_of(items: Any, batch: Mapping[str, Any], *, replicated: bool) -> int |
     if isinstance(items, Tensor):
         if items.numel() != 1:
             raise ValueError(f"num_items_in_batch has the shape {list(items.shape)}, expected one number of labels")
-        names = [*(batch if replicated else FACTS), "num_items_in_batch"]
-        items = read_entries({**batch, "num_items_in_batch": items}, names)["num_items_in_batch"].item()
+        items = on_host(batch, items, replicated=replicated)["num_items_in_batch"].item()
     if not isinstance(items, (int, float)) or not float(items).is_integer():
         raise ValueError(f"num_items_in_batch is {items!r:.200}, expected a number of labels")
     return int(items)

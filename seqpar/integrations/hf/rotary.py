@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.data.host import read_entries
 from seqpar.data.rows import POSITIONS, STARTS
 from seqpar.integrations.hf.config import by_longest
 from seqpar.integrations.hf.forward import longest
@@ -65,7 +66,8 @@ def _frequencies(rotary: nn.Module) -> dict[str, Tensor]:
 
 
 def length_of(batch: Mapping[str, Any]) -> int:
-    """The positions that a model would count in a batch, padding included. Waits for the device if they are given."""
+    """The positions that a model would count in a batch that the host has read, padding included."""
+    batch = read_entries(batch, (POSITIONS, *STARTS))
     if POSITIONS in batch:
         return int(batch[POSITIONS].max()) + 1 if batch[POSITIONS].numel() else 0
     for name in STARTS:

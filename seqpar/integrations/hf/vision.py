@@ -45,7 +45,7 @@ from seqpar.integrations.hf.mask import (
 )
 from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.reading import BatchCall, output_of
-from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of
+from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of, misgiven
 from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
 
 # Other inputs of the text model with a value per token: offsets of positions, features between layers.
@@ -167,7 +167,8 @@ class ParallelVision(ParallelTransformer):
         """The forward to come, the arguments of the model's own code, and whether its loss needs no logits."""
         own = arguments_of(module, args, named)
         given, who = frozenset(own), type(module).__name__
-        error, asking = None, can_ask(self.model) and asks(self.model)
+        error: Exception | None = misgiven(type(module), args, named)
+        asking = can_ask(self.model) and asks(self.model)
         off = not own.get(ASKED, True)
         if off:
             del own[ASKED]

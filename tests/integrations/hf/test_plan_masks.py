@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from seqpar import Comm, Layout, Mask, Plan
+from seqpar.facts.value import Ints
 from seqpar.testing import seen_pairs
 from tests.integrations.hf.models import build
 from tests.ranks import on_copies
@@ -38,3 +39,20 @@ def test_a_window_that_is_also_the_layers_own_is_computed() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(NotImplementedError, match="and the plan has Mask"):
         logits(Mask(LENGTHS, window=(5, 0)))
+
+
+def test_a_mask_that_is_refused_leaves_the_comm_alive() -> None:
+    ids = torch.arange(1, 25)[None]
+
+    def plan(lengths: Ints, ranks: int) -> Plan:
+        return Plan(Mask(lengths, window=(len(lengths) + 2, 0)), Layout.zigzag(lengths, ranks))
+
+    @torch.no_grad()
+    def step(own: torch.nn.Module, comm: Comm) -> None:
+        two, three = ids.reshape(2, 12), ids.reshape(3, 8)
+        expected = own(input_ids=two).logits
+        with pytest.raises(NotImplementedError, match="and the plan has Mask"):
+            own(input_ids=three)
+        assert torch.equal(own(input_ids=two).logits, expected)
+
+    on_copies(build("mistral"), step, source="replicated", plan=plan)

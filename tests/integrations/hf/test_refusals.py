@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_batches_are_refused_on_every_rank(name: str) -> None:
     batch = BATCH | more
     for error in run_threads(2, errors, build("llama"), [batch, batch], {}):
         assert isinstance(error, kind) and message in str(error), error
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "one rank"])
+def test_an_argument_given_twice_is_pythons_error_on_every_rank(head: bool, alone: bool) -> None:
+    model = build("llama")
+    if head:
+        model = transformers.LlamaForSequenceClassification(model.config)
+    message = r"\.forward\(\) got multiple values for argument 'input_ids'"
+    with pytest.raises(TypeError, match=message):
+        model(IDS, input_ids=IDS)
+
+    def error(comm: Comm) -> str:
+        own = copy.deepcopy(model)
+        again = {} if alone and comm.rank else {"input_ids": IDS}
+        with seqpar.parallelize(own, comm), pytest.raises((TypeError, ValueError)) as raised:
+            own(IDS, **again)
+        return str(raised.value)
+
+    for text in run_threads(2, error, timeout=20.0):
+        assert re.search(message, text), text
 
 
 def test_a_rank_that_differs_is_named_on_every_rank() -> None:
@@ -347,6 +369,13 @@ def test_what_is_no_model_of_theirs_is_refused() -> None:
         seqpar.parallelize(nn.Linear(2, 2), LocalComm())
     with pytest.raises(TypeError, match="no_option"):
         seqpar.parallelize(build("llama"), LocalComm(), no_option=1)
+
+
+@pytest.mark.parametrize("kind", ["Falcon", "GPTNeo"])
+def test_a_class_with_a_table_of_attentions_of_its_own_fails_as_the_page_says(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(hidden_size=32, vocab_size=64)
+    with pytest.raises(KeyError, match="seqpar"):
+        getattr(transformers, f"{kind}Model")._from_config(config, attn_implementation="seqpar")
 
 
 def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
