@@ -31,21 +31,6 @@ def test_the_last_of_contiguous_ranks_has_seven_times_the_work_of_the_first(prog
     assert round(area[3] / area[0]) == 7
 
 
-def test_the_sharded_model_trains_as_the_one_before(programs: Programs, tmp_path: Path) -> None:
-    alone, sharded = tmp_path / "alone.py", tmp_path / "sharded.py"
-    alone.write_text(ALONE)
-    sharded.write_text(SHARDED)
-    expected = losses(programs.alone(alone, tmp_path))
-    assert losses(programs.ranks(2, sharded, tmp_path / "2")[0]) == pytest.approx(expected, rel=1e-5)
-    assert losses(SHOWN) == pytest.approx(expected, rel=1e-3)
-
-
-def test_it_installs_an_extra_that_exists() -> None:
-    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
-    asked = re.findall(r"^pip install '\.\[(\w+)\]'$", PAGE, re.MULTILINE)
-    assert asked and all(f"\n{extra} = [" in extras for extra in asked)
-
-
 def test_a_mean_over_rows_of_a_rank_is_too_large_by_the_number_of_ranks(programs: Programs, tmp_path: Path) -> None:
     assert "too large by about a factor of `comm.size`" in PAGE
     script = tmp_path / "sharded.py"
@@ -53,21 +38,6 @@ def test_a_mean_over_rows_of_a_rank_is_too_large_by_the_number_of_ranks(programs
         SHARDED.replace("cross_entropy(logits, labels, valid=lengths[0])", "F.cross_entropy(logits, labels)")
     )
     assert losses(programs.ranks(2, script, tmp_path / "2")[0])[0] == pytest.approx(2 * losses(SHOWN)[0], rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        (", need_weights=False", "", "call the module with need_weights=False"),
-        (", masks=seqpar.Mask(lengths, causal=False)", "", "give the plan that mask"),
-    ],
-)
-def test_the_comparison_passes_errors_on(right: str, wrong: str, said: str, programs: Programs, tmp_path: Path) -> None:
-    script = tmp_path / "check.py"
-    assert right in CHECK
-    script.write_text(CHECK.replace(right, wrong))
-    with pytest.raises(AssertionError, match=said):
-        programs.alone(script, tmp_path)
 
 
 @pytest.mark.parametrize(

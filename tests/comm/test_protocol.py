@@ -37,10 +37,6 @@ def test_sender_and_receiver_cut_an_exchange_alike(size, most, node, seed):
             assert [id(t) for part in received for t in part.recvs[a]] == [id(t) for t in tensors[a, b] if t.numel()]
 
 
-def test_settle_returns_on_equal_claims():
-    raise_first([Claim.of("attention", {"heads": 8}, None)] * 3, None)
-
-
 @pytest.mark.parametrize(
     ("claims", "expected"),
     [
@@ -76,10 +72,6 @@ def test_a_part_of_a_verb_that_this_rank_has_not_come_to_has_the_verbs_name() ->
         (headers[2], "call 0 phase 4 stage 1 with"),
     ):
         assert f"rank 0 sent for {said}" in mismatch(0, header, 1, headers[1], own, before)
-
-
-def test_a_tag_reads_as_a_sentence():
-    assert str(Tag(0xABC, 7, 0, 2)) == "call 7 phase 0 stage 2 with plan abc"
 
 
 def test_stats_count_bytes_by_peer():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 
@@ -18,9 +16,6 @@ from hypothesis import strategies as st
 from seqpar.facts.intervals import Holders, cut, expand, interval_of, least_over, order_of, runs_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-
-# Of Layout.zigzag([5, 9, 1], 3); changes only when the digest's recipe does.
-DIGEST = "7d135267347ec9d680c08381b1824447"
 
 tokens_and_ranks = st.tuples(st.integers(1, 60), st.integers(1, 20))
 
@@ -397,13 +392,6 @@ def test_facts_do_not_change() -> None:
     layout = Layout([rows, [2]])
     rows[0] = 5
     assert layout.positions(0).tolist() == [0, 1]
-
-
-@pytest.mark.exhaustive
-def test_digest_is_the_same_in_every_process() -> None:
-    code = "from seqpar import Layout; print(Layout.zigzag([5, 9, 1], 3).digest())"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == Layout.zigzag([5, 9, 1], 3).digest() == DIGEST
 
 
 @pytest.mark.parametrize(

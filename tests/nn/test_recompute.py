@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar.comm import Comm, LocalComm
@@ -172,24 +172,6 @@ def on_a_process(comm: Comm, plan: Plan, reentrant: bool) -> Any:
     return step(comm, plan, checkpointed(reentrant), "surrounding", "inside", dropping)
 
 
-def test_a_graph_that_is_retained_and_checkpoints_that_run_to_their_end() -> None:
-    plan = plan_of(2)
-    expected = one_process(plan, dropping)
-
-    def twice(comm: Comm) -> Any:
-        model = dropping()
-        ids, positions, labels = rows(plan, comm.rank)
-        with seqpar.parallel(plan, comm, seed=3):
-            logits = model(ids, positions, run=checkpointed(False, early_stop=False))
-            loss = loss_of(logits, labels)
-            loss.backward(retain_graph=True)
-            model.zero_grad()
-            loss.backward()
-        return result(model, logits, loss, plan.layout.tokens(comm.rank))
-
-    assert_together(plan, run_threads(2, twice), expected)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_that_is_called_with_several_seeds(reentrant) -> None:
     (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(dropout=0.4)
@@ -331,18 +313,6 @@ def test_a_layer_that_is_bound_anew_before_its_backward(reentrant) -> None:
             out.sum().backward()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_plan_given_anew_is_noticed(reentrant) -> None:
-    """A closure that leads to another plan by the time of backward, the same shapes and all."""
-    (plan, comm), x = (plan_of(1), LocalComm()), rows_of(plan_of(1))
-    for call in (seqpar.attention, Attention()):
-        now = [seqpar.bind(plan, comm)]
-        out = checkpoint(lambda x, call=call, now=now: call(x, x, x, *now), x, use_reentrant=reentrant)
-        now[0] = seqpar.bind(other(plan), comm)
-        with pytest.raises(RuntimeError, match="recomputed under another plan"):
-            out.sum().backward()
-
-
 CHANGES: dict[str, Callable[[Attention], object]] = {
     "seed": lambda layer: 4,
     "scale": lambda layer: setattr(layer, "scale", 0.3),
@@ -365,54 +335,11 @@ def test_what_else_changes_before_it_is_recomputed_is_noticed(reentrant, change,
             out.sum().backward()
 
 
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_ranks_that_recompute_with_different_seeds_are_told(reentrant, given) -> None:
-    plan = plan_of(2)
-
-    def rank(comm: Comm) -> str:
-        x, layer, now = rows_of(plan_of(1))[: plan.rows(comm.rank)], Attention(dropout=0.4, layer=0), [3]
-        call = (plan, comm) if given else ()
-        with seqpar.parallel(plan, comm):
-            out = checkpoint(lambda x: layer(x, x, x, *call, seed=now[0]), x, use_reentrant=reentrant)
-            now[0] += comm.rank
-            with pytest.raises(ValueError, match="ranks differ in dropout_seed") as caught:
-                out.sum().backward()
-        return str(caught.value)
-
-    assert len(set(run_threads(2, rank))) == 1
-
-
 def test_a_seed_that_nothing_uses_may_change() -> None:
     (plan, comm), x, layer, now = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention(), [3]
     out = checkpoint(lambda x: layer(x, x, x, plan, comm, seed=now[0]), x, use_reentrant=True)
     now[0] = 4
     out.sum().backward()
-
-
-def recompute_all() -> Any:
-    """A selective checkpoint that selects nothing: attention is an op then."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
-
-
-@pytest.mark.parametrize("options", [{}, {"context_fn": recompute_all}])
-def test_what_another_checkpoint_recomputes_under_another_plan_is_noticed(options) -> None:
-    (plan, comm), x = (plan_of(1), LocalComm()), rows_of(plan_of(1))
-    now = [plan]
-
-    class Block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = seqpar.attention(x, x, x, now[0], comm)
-            return seqpar.attention(y, y, y, other(plan), comm)
-
-    (expected,) = torch.autograd.grad(Block()(x).sum(), x)
-    block = composable(Block(), **options)
-    (got,) = torch.autograd.grad(block(x).sum(), x)
-    assert torch.equal(got, expected)
-    out = block(x)
-    now[0] = other(plan)
-    with pytest.raises(RuntimeError, match="recomputed under another plan"):
-        out.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -429,21 +356,6 @@ def test_calls_that_change_places_are_noticed_where_places_are_known(reentrant) 
     plans.reverse()
     with nullcontext() if reentrant else pytest.raises(RuntimeError, match="recomputed under another plan"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_one_layer_under_two_plans_in_one_checkpoint(reentrant) -> None:
-    (plan, comm), x, layer = (plan_of(1), LocalComm()), rows_of(plan_of(1)), Attention()
-
-    def twice(x: Tensor) -> Tensor:
-        with seqpar.parallel(plan, comm):
-            y = layer(x, x, x)
-        with seqpar.parallel(other(plan), comm):
-            return layer(y, y, y)
-
-    (expected,) = torch.autograd.grad(twice(x).sum(), x)
-    checkpoint(twice, x, use_reentrant=reentrant).sum().backward()
-    assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -543,6 +543,7 @@ def evaluated(comm: Comm, verb: str) -> float:
 
 
 @pytest.mark.parametrize("verb", ["attention", "linear_attention", "shift"])
+@pytest.mark.sampled(2)
 def test_a_rank_without_rows_takes_part_in_what_inductor_compiles(verb: str) -> None:
     found = run_processes(2, evaluated, verb)
     assert found[0] == found[1] == pytest.approx(evaluated(LocalComm(), verb))

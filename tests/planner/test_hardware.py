@@ -26,11 +26,6 @@ def test_a_preset_names_its_sources_and_survives_a_file(name: str, tmp_path: Pat
     assert hardware.inside.bandwidth > hardware.across.bandwidth
 
 
-def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no hardware is called 'tpu'; known: h100, .*seqpar calibrate"):
-        Hardware.preset("tpu")
-
-
 def test_flexsps_constants_come_back() -> None:
     hardware, model = Hardware.preset("a100-flexsp"), ModelShape.preset("gpt-7b")
     tokens = 65_536
@@ -171,17 +166,10 @@ def test_a_file_may_leave_out_defaults_and_carry_measurements(tmp_path: Path) ->
         (lambda d: d.pop("memory"), "hardware has no memory"),
         (lambda d: d.update(colour="red"), "hardware has unknown keys colour"),
         (lambda d: d["attention"].pop("rate"), "attention has no rate"),
-        (lambda d: d["inside"].update(jitter=1.0), "inside has unknown keys jitter"),
-        (lambda d: d["inside"].update(hop=0.0), "hop must be a number from 1 to"),
         (lambda d: d["inside"].update(channels=1.5), "channels must be a positive integer or None, got 1.5"),
         (lambda d: d.update(kernel=3), "kernel must be a str, got 3"),
         (lambda d: d.update(across=None), "across must be a mapping"),
         (lambda d: d.update(schema=2), "schema 1, got 2"),
-        (lambda d: d.update(schema=True), "schema 1, got True"),
-        (lambda d: d.update(schema=1.0), "schema 1, got 1.0"),
-        (lambda d: d["attention"].update(piece=1e40), "piece must be a number from 0 to 1e.06, got 1e.40"),
-        (lambda d: d["attention"].update(query_pairs=1e40), "query_pairs must be a number from 0 to 1e.12"),
-        (lambda d: d.update(memory=10**30), "memory must be an integer of at least 1 and at most"),
         (lambda d: d["across"].update(bandwidth=-1), "bandwidth must be a number from 1 to 1e.30, got -1"),
     ],
 )
@@ -192,34 +180,6 @@ def test_files_that_are_no_hardware_are_refused_by_name(tmp_path: Path, edit: ob
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=f"machine.json is not a hardware file: .*{message}"):
         Hardware.load(path)
-
-
-@pytest.mark.parametrize("value", [1e40, 1e-320, -1.0])
-@pytest.mark.parametrize("part", ["attention", "inside", "across", None])
-def test_no_figure_of_a_file_overflows_the_planner(part: str | None, value: float) -> None:
-    """Each figure by itself: refused by name, or a machine for which batches are planned in finite time."""
-    whole = Hardware.preset("h100").to_dict()
-    named = [name for name, figure in (whole[part] if part else whole).items() if isinstance(figure, float)]
-    assert len(named) >= 2
-    for name in named:
-        data = Hardware.preset("h100").to_dict()
-        (data[part] if part else data)[name] = value
-        try:
-            machine = Hardware.from_dict(data)
-        except ValueError as error:
-            assert f"{name} must be a number from" in str(error)
-        else:
-            assert value == 1e-320
-            assert 0 < plan_batch([9000, 700, 50], 3, model="tiny", hardware=machine).forecast.seconds < 1e9
-
-
-def test_text_that_is_no_json_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "machine.json").write_text("{")
-    with pytest.raises(ValueError, match="machine.json is not a hardware file"):
-        Hardware.load(tmp_path / "machine.json")
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="list.json is not a hardware file.*mapping"):
-        Hardware.load(tmp_path / "list.json")
 
 
 def test_the_cpu_is_the_one_that_this_project_measured() -> None:

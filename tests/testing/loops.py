@@ -250,34 +250,10 @@ class Half(Loop):
         return torch.optim.SGD(model.parameters(), lr=self.rate)
 
 
-class Momentum(Loop):
-    steps = 3
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.rate, momentum=0.9, weight_decay=0.1)
-
-
-class PlannedBatch(Loop):
-    def plan(self) -> seqpar.Plan:
-        return seqpar.plan_batch(self.lengths, self.comm.size)
-
-
-class Ring(Loop):
-    def plan(self) -> seqpar.Plan:
-        layout = seqpar.Layout.striped(sum(self.lengths), self.comm.size)
-        return seqpar.Plan(seqpar.Mask(self.lengths), layout, transport="ring")
-
-
 class Ulysses(Bare):
     def plan(self) -> seqpar.Plan:
         layout = seqpar.Layout.contiguous(sum(self.lengths), self.comm.size)
         return seqpar.Plan(seqpar.Mask(self.lengths), layout, ulysses=self.comm.size)
-
-
-class Window(Bare):
-    def plan(self) -> seqpar.Plan:
-        mask = seqpar.Mask(self.lengths, window=(3, 0))
-        return seqpar.Plan(mask, seqpar.Layout.zigzag(self.lengths, self.comm.size))
 
 
 class Encoder(Loop):
@@ -341,13 +317,6 @@ class Accumulated(Loop):
         return sum(super(Accumulated, self).backward(model, generator) for _ in range(2))
 
 
-class Frozen(Loop):
-    def model(self) -> nn.Module:
-        model = Decoder()
-        model.tokens.requires_grad_(False)
-        return model
-
-
 class Tied(Bare):
     def model(self) -> nn.Module:
         model = BareDecoder()
@@ -387,10 +356,6 @@ class OfALoader(Bare):
 
 class LlamaWithLabels(Llama):
     pass
-
-
-class LlamaSingle(Llama):
-    dtype = torch.float32
 
 
 class LlamaReplicated(Llama):
@@ -448,15 +413,6 @@ class LabelsShiftedAfterShard(Loop):
         return tokens, torch.cat([tokens[1:], torch.tensor([-100])])
 
 
-class RowsCutByHand(Loop):
-    seen = "qkv.weight"
-
-    def rows(self, plan: seqpar.Plan, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        mine = plan.layout.tokens(self.comm.rank)
-        before = sum(plan.layout.tokens(rank) for rank in range(self.comm.rank))
-        return tokens[before : before + mine], labels[before : before + mine]
-
-
 class LlamaCutByHand(Llama):
     seen, lengths = "model.embed_tokens.weight", [12, 12]
 
@@ -484,16 +440,6 @@ class MeanOfOwnRows(Loop):
 
     def loss(self, model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels)
-
-
-class LlamaMeanOfOwnLabels(Llama):
-    seen = "lm_head.weight"
-
-    def backward(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        ids, mask, labels = self.batch(generator)
-        loss = predicted(model(input_ids=ids, attention_mask=mask).logits, labels, "mean")
-        loss.backward()
-        return loss
 
 
 class LlamaReplicatedWhole(Llama):
@@ -578,15 +524,6 @@ class ClippedBeforeTheSum(Loop):
         super().sum(model)
 
 
-class HookBeforeTheSum(Loop):
-    seen = "head.weight"
-
-    def model(self) -> nn.Module:
-        model = Decoder()
-        model.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
-        return model
-
-
 class ZeroedOnARank(Loop):
     seen = "qkv.weight"
 
@@ -613,13 +550,6 @@ class SumForgotten(Bare):
 
     def sum(self, model: nn.Module) -> None:
         pass
-
-
-class SumOfSome(Bare):
-    seen = "out.weight"
-
-    def sum(self, model: nn.Module) -> None:
-        sync_gradients([p for name, p in model.named_parameters() if not name.startswith("out")], self.comm)
 
 
 class SumDividedByRanks(Loop):
@@ -703,32 +633,11 @@ class DropoutByRows(Mixing):
         return F.dropout(x, 0.3)
 
 
-class NoiseOfOwnRows(Mixing):
-    seen = "loss"
-
-    def mixed(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-
 class Convolution(Mixing):
     seen = "tokens.weight"
 
     def mixed(self, x: Tensor) -> Tensor:
         return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
-
-
-class CumulativeSum(Mixing):
-    seen = "tokens.weight"
-
-    def mixed(self, x: Tensor) -> Tensor:
-        return x.cumsum(1)
-
-
-class MeanOverRows(Mixing):
-    seen = "qkv.weight"
-
-    def mixed(self, x: Tensor) -> Tensor:
-        return x - x.mean(1, keepdim=True)
 
 
 class BackwardOverRows(Mixing):

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import Comm
 from seqpar.data import back, share
 from seqpar.testing import relative_rms, run_threads
-from seqpar.train import token_log_probs
-from tests.train.rows import IGNORED, E, Largest, T, V, given, grads
+from seqpar.train import cross_entropy, linear_cross_entropy, token_log_probs
+from tests.train.rows import IGNORED, E, T, V, given, grads
 
 
 def dense(
@@ -191,39 +191,15 @@ def test_gradients_of_rows_that_do_not_count_have_no_effect(size: float, dtype: 
         assert all(torch.equal(*pair) for pair in zip(plain, large))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_logits_never_exist_as_a_whole(frozen: bool) -> None:
-    """By what the operators of both passes make, not by what an allocator reports."""
-    rows, vocabulary, chunk = 256, 64, 16
-
-    hidden = torch.randn(rows, 8, requires_grad=True)
-    weight = torch.randn(vocabulary, 8, requires_grad=not frozen)
-    with Largest(vocabulary) as largest:
-        log_probs, entropies = token_log_probs(hidden, weight, torch.arange(rows) % 64, entropy=True, chunk=chunk)
-        (log_probs + entropies).sum().backward()
-    assert largest.elements == chunk * vocabulary
-
-
-def test_how_many_rows_a_core_computes_at_a_time_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight = torch.randn(65, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
-    labels = (torch.arange(65) % 64).masked_fill(torch.arange(65) % 5 == 0, IGNORED)
-
-    def both() -> list[Tensor]:
-        found = token_log_probs(hidden, weight, labels, entropy=True, temperature=0.8, softcap=3.0)
-        return [*found, *grads((found[0] * torch.arange(65) + found[1]).sum(), hidden, weight)]
-
-    whole = both()
-    monkeypatch.setattr("seqpar.train.head.CACHED", 64)
-    assert all(torch.equal(one, other) for one, other in zip(whole, both(), strict=True))
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_compiled_call_has_one_graph_and_the_same_gradients(dynamic: bool | None) -> None:
     """Also at a temperature that changes from step to step, which a compiler makes a number of its own."""
 
     def both(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> Tensor:
         log_probs, entropies = token_log_probs(hidden, weight, labels, entropy=True, chunk=8)
-        return (log_probs.exp() + entropies * token_log_probs(hidden, weight, labels, temperature=temperature)).sum()
+        scored = entropies * token_log_probs(hidden, weight, labels, temperature=temperature)
+        loss = linear_cross_entropy(hidden, weight, labels, valid=T, chunk=8, z_loss=0.1, softcap=30.0)
+        return (log_probs.exp() + scored).sum() + loss + cross_entropy(hidden @ weight.t(), labels, valid=T)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     hidden, weight, _, labels = given()
@@ -233,15 +209,6 @@ def test_a_compiled_call_has_one_graph_and_the_same_gradients(dynamic: bool | No
         got, expected = (grads(f(*arguments), hidden, weight) for f in (compiled, both))
         for a, b in zip(got, expected):
             torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("name", ["hidden", "labels", "weight", "bias"])
-def test_what_is_no_tensor_is_named(name: str) -> None:
-    hidden, weight, bias, labels = given()
-    for other in (np.zeros((T, E)), [0.0] * V, *([] if name == "bias" else [None])):
-        arguments = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, name: other}
-        with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
-            token_log_probs(**arguments)
 
 
 def test_what_cannot_be_is_refused() -> None:

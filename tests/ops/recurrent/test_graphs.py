@@ -122,7 +122,7 @@ def within_a_budget(comm: Comm, budget: float) -> list[bool]:
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.3])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_a_budget_of_memory_repeats_no_call_in_backward(budget: float) -> None:
     """Sizes decide what a backward repeats, and ranks have other sizes."""
     for found in run_processes(2, within_a_budget, budget):
