@@ -17,27 +17,12 @@ from seqpar.kernels.recurrent.chunked import Chunked
 from seqpar.kernels.recurrent.native import NativeChunks
 from seqpar.kernels.recurrent.reference import TokenByToken
 from seqpar.testing import relative_rms
+from tests.kernels.recurrent.cases import COUNTS, EXPORTED, parts
 from tests.ops.recurrent.cases import FAMILIES, Family
 
-COUNTS, EXPORTED = np.array([70, 1, 130, 64, 15]), np.array([0, 2, 3])
 WHY = native.lacks("recurrence_backward")
 BUILT = pytest.mark.skipif(WHY is not None, reason=WHY or "")
 KINDS = [pytest.param(Chunked(), id="chunked"), pytest.param(NativeChunks(), id="native", marks=BUILT)]
-
-
-def parts(kernel: RecurrentKernel, family: Family, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
-    """States and maps of the exported runs, out and the states that are left, then the gradients of all inputs."""
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
-    rows = [None if x is None else x.clone().requires_grad_() for x in family.inputs(Mask(COUNTS), seed, dtype)[:5]]
-    q, k, v, decay, beta = rows
-    entering = draw(len(COUNTS), family.heads, family.dim, family.values).requires_grad_()
-    tables = kernel.tables(COUNTS, EXPORTED, torch.device("cpu"))
-    prepared = kernel.prepare(Recurrence(q, k, v, decay, beta, family.dim**-0.5), tables)
-    results = [*kernel.leave(prepared, entering[EXPORTED]), *kernel.compute(prepared, entering)]
-    sum((x * draw(*x.shape)).sum() for x in results).backward()
-    grads = [x.grad for x in (*rows, entering) if x is not None]
-    return [x.detach().double() for x in (*results, *grads)]
 
 
 @cache

@@ -24,8 +24,8 @@ from seqpar.kernels.recurrent.reference import TokenByToken
 from seqpar.kernels.vendor import library
 from seqpar.plan import Plan
 from seqpar.testing import dense_linear_attention, relative_rms
-from tests.kernels.recurrent.cases import Case, errors
-from tests.ops.recurrent.cases import FAMILIES
+from tests.kernels.recurrent.cases import errors
+from tests.ops.recurrent.cases import FAMILIES, Family
 
 
 def computed(
@@ -104,7 +104,8 @@ def adapter(monkeypatch) -> FlashLinear:
     return FlashLinear(device="cpu")
 
 
-BASE = Case(runs=(20, 5, 9), dim=8, values=6, groups=1, heads=2, dtype=torch.bfloat16)
+BASE = Family("scalar", beta=True, dim=8, values=6, groups=1, heads=2, unit=True)
+RUNS = {"counts": np.array([20, 5, 9]), "exported": np.array([0, 2])}
 SPEC = RecurrentSpec("cpu", torch.bfloat16, 8, 6, "scalar", True)
 
 
@@ -113,8 +114,9 @@ SPEC = RecurrentSpec("cpu", torch.bfloat16, 8, 6, "scalar", True)
 @pytest.mark.sampled(3)
 def test_results_and_every_gradient(decay, beta, dtype, adapter) -> None:
     """The stand-in rounds what a call returns, the chunks of PyTorch only the sums."""
-    case = replace(BASE, decay=decay, beta=beta, dtype=dtype)
-    for ours, theirs in zip(errors(adapter, case), errors(KERNELS["chunked"], case), strict=True):
+    case = replace(BASE, decay=decay, beta=beta)
+    both = (errors(kernel, case, dtype, **RUNS) for kernel in (adapter, KERNELS["chunked"]))
+    for ours, theirs in zip(*both, strict=True):
         assert ours <= 2 * theirs + 1e-6
 
 
@@ -199,9 +201,11 @@ def test_on_cuda_auto_takes_a_library_that_is_right_and_passes_over_another(faul
 
 
 def test_no_rows_and_no_exported_runs(adapter) -> None:
-    for runs in ((), (3,)):
-        *rows, entering = (x.requires_grad_() for x in replace(BASE, runs=runs).inputs())
-        tables = adapter.tables(np.array(runs, np.int64), np.zeros(0, np.int64), torch.device("cpu"))
+    for counts in (np.zeros(0, np.int64), np.array([3])):
+        low = BASE.inputs(Mask([3]), 0, torch.bfloat16)[:5]
+        rows = [x[: counts.sum()].to(torch.float32 if n > 2 else x.dtype).requires_grad_() for n, x in enumerate(low)]
+        entering = torch.zeros(len(counts), 2, 8, 6, requires_grad=True)
+        tables = adapter.tables(counts, counts[:0], torch.device("cpu"))
         prepared = adapter.prepare(Recurrence(*rows, 1.0), tables)
         states, maps = adapter.leave(prepared, entering[:0])
         assert states.shape == (0, 2, 8, 6) and maps.shape == (0, 2, 8, 8)
@@ -213,13 +217,14 @@ def test_linear_attention_by_it(adapter, monkeypatch) -> None:
     """A trial inside a call, whose own forward keeps no graph."""
     monkeypatch.setitem(KERNELS, "fla", adapter)
     plan = Plan(Mask([20, 5, 9]), seqpar.Layout.contiguous(34, 1))
-    leaves = [x.requires_grad_() for x in BASE.inputs()[:5]]
+    leaves = [x.requires_grad_() for x in BASE.inputs(plan.mask, 0, torch.bfloat16)[:5]]
+    dout = torch.randn(34, 2, 6, generator=torch.Generator().manual_seed(7)).bfloat16()
     q, k, v, decay, beta = leaves
     out = recurrent.linear_attention(q, k, v, plan, LocalComm(), decay=decay, beta=beta, kernel="fla")
-    out.backward(BASE.weights()[2])
+    out.backward(dout)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     expected, _ = dense_linear_attention(*wide[:3], plan.mask, decay=wide[3], beta=wide[4])
-    expected.backward(BASE.weights()[2].double())
+    expected.backward(dout.double())
     pairs = [(out.detach(), expected.detach()), *((x.grad, y.grad) for x, y in zip(leaves, wide, strict=True))]
     for x, y in pairs:
         assert relative_rms(x.double(), y) < 4e-3
