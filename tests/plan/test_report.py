@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from seqpar import Hardware, Layout, Mask, Plan, plan_batch
 from seqpar.plan.counts import fetched_between, load_of, node_of
-from seqpar.plan.report import _by_rank, _most_met, _spread, _unlike, shows_each_rank
+from seqpar.plan.report import _by_rank, _most_met, _unlike, shows_each_rank
 from seqpar.plan.steps import count
 from tests.cases import EVERY, Case, cases, examples, node_cases
 
@@ -64,13 +64,6 @@ def test_describe_of_few_ranks_has_a_line_for_each_and_the_forecast() -> None:
     assert node_of(plan) == plan.forecast.node == min(4, Hardware.preset("cpu").node)
 
 
-def test_describe_says_what_partial_results_cost() -> None:
-    ring = Plan(Mask([64]), Layout.zigzag([64], 4), transport="ring").describe()
-    assert "partial results: merged over up to 4 steps in float32" in ring
-    assert 'except with accuracy="fast", for at most 1.5 times the error of one step' in ring
-    assert "none merged, every row has one step" in Plan(Mask([8] * 4), Layout.contiguous(32, 4)).describe()
-
-
 @examples(60)
 @given(st.one_of(cases(masks=EVERY), node_cases(masks=EVERY)))
 def test_lines_of_ranks_are_those_of_their_steps_row_by_row(case: Case) -> None:
@@ -114,15 +107,6 @@ def test_describe_of_many_ranks_is_short(transport: str) -> None:
     assert ("keys fetched" in text) == (transport == "fetch")
 
 
-def test_many_degrees_are_told_by_powers_of_two() -> None:
-    lengths = [100 * n for n in range(1, 40)]
-    plan = Plan(Mask(lengths), Layout.contiguous(sum(lengths), 780))
-    told = plan.describe().split("documents by degree: ")[1].splitlines()[0]
-    counts = [int(part.split(" on ")[0]) for part in told.split(", ")]
-    assert sum(counts) == 39 and len(counts) <= 6
-    assert told.endswith(f"to {plan.degrees.max()}")
-
-
 @pytest.mark.parametrize("transport", ["fetch", "ring", "gather"])
 def test_ranks_of_huge_batches_have_no_line_each(transport: str) -> None:
     """For which gigabytes of rows would be looked at one by one, for minutes."""
@@ -133,12 +117,3 @@ def test_ranks_of_huge_batches_have_no_line_each(transport: str) -> None:
     for tokens, layout in ((10**6, Layout.striped(10**6, 8)), (10**7, Layout.contiguous(10**7, 8))):
         assert shows_each_rank(Plan(Mask([tokens]), layout))
     assert not shows_each_rank(Plan(Mask([10**7]), Layout.striped(10**7, 8)))
-
-
-@pytest.mark.parametrize(("length", "ranks"), [(10**7, 64), (2**31 - 1, 4096)])
-def test_columns_of_huge_batches_stay_apart(length: int, ranks: int) -> None:
-    plan = Plan(Mask([length], causal=False), Layout.contiguous(length, ranks))
-    lines = plan.describe().splitlines() if ranks > 64 else _spread(load_of(plan))
-    table = [line for line in lines if line.startswith(("of a rank", "rows", "area   "))]
-    assert len(table) == 3 and len({len(line) for line in table}) == 1 and len(table[0]) <= 170
-    assert [len(line.split()) for line in table[1:]] == [8, 8]

@@ -156,45 +156,23 @@ def test_what_cannot_be_is_an_error_on_all_ranks(change, text) -> None:
     assert all(text in error for error in run_threads(2, refused, plan, change))
 
 
-def growing(comm: Comm, plan: Plan) -> str:
+def differing(comm: Comm, plan: Plan, what: str) -> str:
+    """The error where every call is checked."""
     comm.check_every = "call"
     q, k, v, decay, _, _ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
-    with pytest.raises(ValueError) as error:
-        recurrent.linear_attention(q, k, v, plan, comm, decay=-decay)
-    return str(error.value)
-
-
-def begun(comm: Comm, plan: Plan) -> str:
-    comm.check_every = "call"
-    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
     state = torch.zeros(1, 4, 3, 2, dtype=torch.float64)
-    state[0, 3, 2, 1] = comm.rank // 2
+    state[0, 3, 2, 1] = comm.rank // 2 if what == "a hash of initial_state" else 0
+    state.requires_grad_(what == "initial_state requires grad" and comm.rank == 1)
+    decay = -decay if what == "decay" else decay
     with pytest.raises(ValueError) as error:
-        recurrent.linear_attention(q, k, v, plan, comm, initial_state=state)
+        recurrent.linear_attention(q.requires_grad_(), k, v, plan, comm, decay=decay, initial_state=state)
     return str(error.value)
 
 
-def test_initial_states_that_differ_are_named_where_every_call_is_checked() -> None:
-    errors = run_threads(3, begun, plan_of("contiguous", (16,), 3))
-    assert all("ranks differ in a hash of initial_state" in error for error in errors)
-
-
-def wanting(comm: Comm, plan: Plan) -> str:
-    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
-    state = torch.zeros(1, 4, 3, 2, dtype=torch.float64, requires_grad=comm.rank == 1)
-    with pytest.raises(ValueError) as error:
-        recurrent.linear_attention(q.requires_grad_(), k, v, plan, comm, initial_state=state)
-    return str(error.value)
-
-
-def test_an_initial_state_that_requires_a_gradient_on_one_rank_alone_is_named() -> None:
-    errors = run_threads(3, wanting, plan_of("contiguous", (16,), 3))
-    assert all("ranks differ in initial_state requires grad" in error for error in errors)
-
-
-def test_a_decay_above_0_is_named_where_every_call_is_checked() -> None:
-    errors = run_threads(2, growing, plan_of("contiguous", (16,), 2))
-    assert all("logarithms at or below 0" in error for error in errors)
+@pytest.mark.parametrize("what", ["decay", "a hash of initial_state", "initial_state requires grad"])
+def test_values_that_differ_or_cannot_be_are_named_where_every_call_is_checked(what) -> None:
+    told = "logarithms at or below 0" if what == "decay" else f"ranks differ in {what}"
+    assert all(told in error for error in run_threads(3, differing, plan_of("contiguous", (16,), 3), what))
 
 
 def test_normalized_keys_and_queries() -> None:

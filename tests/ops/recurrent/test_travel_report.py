@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -54,32 +52,23 @@ def test_lines_of_ranks_are_what_they_send(plan, travel) -> None:
         assert (out, into) == (sent, received)
 
 
-def test_the_text_of_a_striped_plan() -> None:
-    layer = recurrent.RecurrentLayer(32, 128, 128, taps=4)
-    plan = Plan(seqpar.Mask([1 << 13, 1 << 12]), seqpar.Layout.striped(3 << 12, 4))
-    text = recurrent.describe(plan, layer)
-    assert "states: rows to a contiguous layout and back, between them chain in 2 blocks; 5 exchanges each way" in text
-    assert "convolution of 4 taps: rows to a contiguous layout and back, between them halo; 3 exchanges" in text
-    chained = recurrent.describe(Plan(plan.mask, seqpar.Layout.contiguous(3 << 12, 4)), layer, travel="chain")
-    assert (
-        "states: chain in 2 blocks; 3 exchanges each way" in chained
-        and "convolution of 4 taps: halo; 1 exchange " in chained
-    )
+WIDE_LAYER, MASK = recurrent.RecurrentLayer(32, 128, 128, taps=4), seqpar.Mask([1 << 13, 1 << 12])
+TEXTS = [
+    (Plan(MASK, seqpar.Layout.striped(3 << 12, 4)), WIDE_LAYER, "auto", "between them chain in 2 blocks; 5 exchanges"),
+    (Plan(MASK, seqpar.Layout.contiguous(3 << 12, 4)), WIDE_LAYER, "chain", "convolution of 4 taps: halo; 1 exchange "),
+    (Plan(seqpar.Mask([6, 3]), seqpar.Layout([np.arange(6), np.arange(6, 9)])), LAYER, "auto", "nothing is sent"),
+    (Plan(seqpar.Mask([1]), seqpar.Layout.contiguous(1, 1)), LAYER, "auto", "1 document of 1 token on 1 rank"),
+    (Plan(seqpar.Mask([1 << 12]), seqpar.Layout.zigzag([1 << 12], 100)), LAYER, "auto", "median"),
+]
 
 
-def test_whole_documents_send_nothing() -> None:
-    plan = Plan(seqpar.Mask([6, 3]), seqpar.Layout([np.arange(6), np.arange(6, 9)]))
-    text = recurrent.describe(plan, LAYER)
-    assert "states: nothing is sent" in text and "convolution of 3 taps: nothing is sent" in text
-    assert text.startswith("2 documents of 9 tokens on 2 ranks\n2 runs: 0 documents have several, at most 1\n")
-
-
-def test_what_there_is_one_of_is_told_in_the_singular() -> None:
-    alone = recurrent.describe(Plan(seqpar.Mask([1]), seqpar.Layout.contiguous(1, 1)), replace(LAYER, taps=1))
-    assert alone.startswith("1 document of 1 token on 1 rank\n1 run: 0 documents have several, at most 1\n")
-    assert "convolution of 1 tap:" in alone
-    cut = recurrent.describe(Plan(seqpar.Mask([8]), seqpar.Layout.contiguous(8, 2)), LAYER)
-    assert "2 runs: 1 document has several, at most 2\n" in cut and "; 1 exchange each way" in cut
+@pytest.mark.parametrize(("plan", "layer", "travel", "told"), TEXTS, ids=[told for *_, told in TEXTS])
+def test_the_text_of_a_plan(plan, layer, travel, told) -> None:
+    text = recurrent.describe(plan, layer, travel=travel)
+    assert told in text and len(text.splitlines()) <= 15
+    alone = recurrent.describe(plan, recurrent.RecurrentLayer.short_convolution(8, taps=3))
+    assert "states:" not in alone and "convolution of 3 taps" in alone
+    assert "convolution" not in recurrent.describe(plan, recurrent.RecurrentLayer(4, 8, 8))
 
 
 @pytest.mark.parametrize("travel", ["halo", "pigeon", None, 3])
@@ -91,20 +80,6 @@ def test_an_unknown_travel_is_the_verbs_error(travel, tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match=f"plot: {error}"):
         recurrent.plot(plan, LAYER, tmp_path / "x.png", travel=travel)
-
-
-def test_a_convolution_alone_has_no_lines_of_states() -> None:
-    plan = plan_of("zigzag", (40, 9, 30), 3)
-    text = recurrent.describe(plan, recurrent.RecurrentLayer.short_convolution(8, taps=3))
-    assert "state has" not in text and "states:" not in text and "convolution of 3 taps: halo; 1 exchange each" in text
-    assert all(line.split()[2:5] == ["0", "0", "0"] for line in text.splitlines()[-3:])
-    assert "convolution" not in recurrent.describe(plan, recurrent.RecurrentLayer(4, 8, 8))
-
-
-def test_many_ranks_have_quantiles() -> None:
-    plan = Plan(seqpar.Mask([1 << 12]), seqpar.Layout.zigzag([1 << 12], 100))
-    text = recurrent.describe(plan, LAYER)
-    assert "median" in text and len(text.splitlines()) == 15
 
 
 @pytest.mark.exhaustive
