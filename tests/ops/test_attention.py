@@ -32,6 +32,7 @@ from tests.cases import LAYOUTS, LENGTHS, MASKS, OVER_RANKS, Case, any_cases, ex
 from tests.ops.cases import (
     EACH,
     HEADS,
+    MIXED,
     OUT,
     Options,
     check,
@@ -74,19 +75,7 @@ def test_real_processes_equal_one_device(case, comm) -> None:
         pytest.skip(why)
     plan = case.plan()
     assert case.node is None or any(step.spread and step.spread.rows for step in plan.steps(0) + plan.steps(1))
-    check(plan, (6, 2), (8, 4), Options(sinks=True, softcap=2.0), run=partial(run_processes, comm=comm))
-
-
-@pytest.mark.parametrize("stage_bytes", [4096, 5 * 4096, 64 << 20])
-@pytest.mark.parametrize(
-    ("ranks", "node", "ulysses"),
-    [(4, 2, 1), (6, 2, 1), (6, 3, 1), (8, 2, 2), (8, 4, 1), (8, 4, 2), (12, 3, 1), (12, 4, 2), (12, 4, 4)],
-)
-@pytest.mark.parametrize(("mask", "layout"), [("causal", "zigzag"), ("window", "lopsided"), ("packed", "contiguous")])
-@pytest.mark.sampled(8)
-def test_nodes_of_any_size_equal_one_device(ranks, node, ulysses, stage_bytes, mask, layout) -> None:
-    case = Case(mask, layout, "fetch", ranks, ulysses, (31, 22, 40), 7, stage_bytes=stage_bytes, pads=True, node=node)
-    check(case.plan(), (6, 2), (4, 3))
+    check(plan, (6, 2), (8, 4), Options(sinks=True, softcap=2.0), MIXED, run=partial(run_processes, comm=comm))
 
 
 def test_the_key_heads_of_a_share_without_any_enter_no_node() -> None:

@@ -385,3 +385,17 @@ def test_a_nan_anywhere_in_any_plan(case, kernel, name, where) -> None:
     rows, of = (plan.mask.kv_tokens, heads[1]) if name in "kv" else (plan.mask.tokens, heads[0])
     clean = collect(run_threads(plan.ranks, spiked, plan, heads, (2, 2), torch.float64, kernel, None), plan)
     check_spike(plan, heads, (2, 2), torch.float64, kernel, (name, where % rows, where % of, np.nan), clean)
+
+
+def test_a_rank_alone_keeps_its_bits_whether_lse_is_returned_or_not() -> None:
+    """Where no rows come from other ranks, what a library makes of the output is left to it."""
+    mask = Mask([64, 40, 3])  # two documents whose segments a library takes, and a short one
+    plan = Plan(mask, Layout.contiguous(mask.tokens, 1))
+    mine = inputs(plan, (4, 4), (8, 8), 0)
+    found = []
+    for return_lse in (False, True):
+        leaves = [x.clone().requires_grad_() for x in mine[:3]]
+        result = seqpar.attention(*leaves, plan, seqpar.LocalComm(), kernel="aten", return_lse=return_lse)
+        ((result[0] if return_lse else result) * mine[3]).sum().backward()
+        found.append([x.grad for x in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

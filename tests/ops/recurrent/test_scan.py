@@ -13,25 +13,40 @@ from seqpar import recurrent
 from seqpar.comm import Comm
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
+from seqpar.plan.recurrence import RecurrentLayer
+from seqpar.plan.travel import state_bytes, state_way
 from seqpar.testing import run_threads
 from tests.cases import examples
 from tests.ops.recurrent.cases import plan_of, plans
 
-H, K, V = 2, 3, 2
+H, K, V = 4, 3, 2
 
 
-def scanned(comm: Comm, plan: Plan, states: Tensor, maps: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+def scanned(
+    comm: Comm, plan: Plan, states: Tensor, maps: Tensor, grad: Tensor, travel: str
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
     own = torch.from_numpy(recurrent.runs(plan, comm.rank).numbers.copy())
     mine = [x[own].clone().requires_grad_() for x in (states, maps)]
-    entered = recurrent.state_scan(*mine, plan, comm)
-    sent = comm.stats.bytes_sent
-    entered.backward(grad[own])
-    return entered.detach(), mine[0].grad, mine[1].grad, sent
+    counts = []
+
+    def note() -> None:
+        counts.append((comm.stats.bytes_sent, comm.stats.bytes_received, comm.stats.exchanges))
+        comm.stats.reset()
+
+    note()
+    entered = recurrent.state_scan(*mine, plan, comm, travel=travel)
+    note()
+    entered.backward(grad[own].mT.contiguous().mT)  # of any strides
+    note()
+    return entered.detach(), mine[0].grad, mine[1].grad, counts[1:]
 
 
-@examples(40)
-@given(plans(), st.sampled_from([(H,), (H, K), (H, K, K)]))
-def test_states_and_gradients_are_those_of_one_process(plan, shape) -> None:
+DECAYS = {(H,): "scalar", (H, K): "channel", (H, K, K): "none"}  # by the shape of a map: a matrix is a delta rule's
+
+
+@examples(60)
+@given(plans(), st.sampled_from(list(DECAYS)), st.sampled_from(["auto", "gather", "chain"]))
+def test_states_and_gradients_are_those_of_one_process_and_bytes_those_predicted(plan, shape, travel) -> None:
     table, g = document_runs(plan), torch.Generator().manual_seed(0)
     count = len(table.start)
     states, grad = (torch.randn(count, H, K, V, dtype=torch.float64, generator=g) for _ in range(2))
@@ -52,16 +67,40 @@ def test_states_and_gradients_are_those_of_one_process(plan, shape) -> None:
     if expected.requires_grad:
         expected.backward(grad)
     expected_grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-    sent = 0
-    for rank, (entered, *grads, bytes_sent) in enumerate(run_threads(plan.ranks, scanned, plan, states, maps, grad)):
+    layer = RecurrentLayer(H, K, V, decay=DECAYS[shape], delta=len(shape) == 3).bytes("float64")
+    way = state_way(table, layer, travel)
+    predicted = state_bytes(table, layer, way)
+    results = run_threads(plan.ranks, scanned, plan, states, maps, grad, travel)
+    for rank, (entered, *grads, (forward, backward)) in enumerate(results):
         own = torch.from_numpy(table.of_rank(rank).copy())
         torch.testing.assert_close(entered, expected.detach()[own], rtol=1e-10, atol=1e-10)
         for got, want in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(got, want[own], rtol=1e-10, atol=1e-10)
-        sent += bytes_sent
-    asked = table.earlier_runs()
-    mapped = (~table.opens[asked.item]).sum()
-    assert sent == 8 * (asked.item.size * H * K * V + mapped * maps[0].numel())
+        sent, received = int(predicted.sent[rank]), int(predicted.received[rank])
+        assert forward[:2] == (sent, received) and backward[:2] == (received, sent)
+        assert max(forward[2], backward[2]) <= way.steps
+    if way.travel == "gather":
+        asked = table.earlier_runs()
+        mapped = (~table.opens[asked.item]).sum()
+        assert predicted.sent.sum() == 8 * (asked.item.size * H * K * V + mapped * maps[0].numel())
+
+
+def test_a_chain_takes_the_steps_of_its_plan() -> None:
+    plan = plan_of("contiguous", (32,), 4)
+    layer = RecurrentLayer(H, K, V, decay="none", delta=True).bytes("float64")
+    runs = document_runs(plan)
+    for latency_free, blocks in ((layer, 1), (layer._replace(state=1 << 30), 4)):
+        way = state_way(runs, latency_free, "chain")
+        assert (way.blocks, way.steps) == (blocks, 3 + blocks - 1)
+    states, maps = torch.rand(4, 1024, 64, 64), torch.zeros(4, 1024)
+    way = state_way(runs, RecurrentLayer(1024, 64, 64).bytes("float32"), "chain")
+    assert way.blocks > 1
+    results = run_threads(4, scanned, plan, states, maps, states, "chain")
+    # a rank takes part when it receives or sends a block
+    assert [counts[0][2] for *_, counts in results] == [way.blocks, way.blocks + 1, way.blocks + 1, way.blocks]
+    totals = states.cumsum(0)
+    for rank, (entered, *_) in enumerate(results):
+        torch.testing.assert_close(entered[0], totals[rank - 1] if rank else torch.zeros_like(totals[0]))
 
 
 def test_only_earlier_runs_of_the_same_document_are_asked_for() -> None:
@@ -86,7 +125,7 @@ def misfit(comm: Comm, plan: Plan, states: list[int], maps: list[int]) -> str:
     [
         ([2, H, K, V], [2, H], "must be floating [1 runs, heads, keys, values]"),
         ([1, H, K], [1, H], "must be floating [1 runs, heads, keys, values]"),
-        ([1, H, K, V], [1, K], "maps must be floating of shape [1, 2], [1, 2, 3] or [1, 2, 3, 3]"),
+        ([1, H, K, V], [1, K], "maps must be floating of shape [1, 4], [1, 4, 3] or [1, 4, 3, 3]"),
     ],
 )
 def test_states_that_do_not_fit_are_an_error_on_all_ranks(states, maps, text) -> None:

@@ -25,7 +25,6 @@ from tests.ops.recurrent.cases import (
     WAYS,
     Family,
     agrees,
-    plan_of,
     plans,
     poisoned,
 )
@@ -37,73 +36,6 @@ def test_a_striped_layout_moves_rows_unasked() -> None:
     layer = RecurrentLayer(4, 16, 16, 2, delta=True).bytes("float64", gates="float64")
     assert layer_way(document_runs(plan), layer).travel == "rows"
     agrees(plan, family)
-
-
-def scanned(
-    comm: Comm, plan: Plan, states: Tensor, maps: Tensor, grad: Tensor, travel: str
-) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
-    own = torch.from_numpy(recurrent.runs(plan, comm.rank).numbers.copy())
-    mine = [x[own].clone().requires_grad_() for x in (states, maps)]
-    counts = []
-
-    def note() -> None:
-        counts.append((comm.stats.bytes_sent, comm.stats.bytes_received, comm.stats.exchanges))
-        comm.stats.reset()
-
-    note()
-    entered = recurrent.state_scan(*mine, plan, comm, travel=travel)
-    note()
-    entered.backward(grad[own].mT.contiguous().mT)  # of any strides
-    note()
-    return entered.detach(), mine[0].grad, mine[1].grad, counts[1:]
-
-
-H, K, V = 4, 3, 2
-MAPS = {(H,): "scalar", (H, K): "channel", (H, K, K): "matrix"}
-
-
-@examples(30)
-@given(plans(), st.sampled_from(list(MAPS)))
-def test_both_ways_fold_alike_and_send_what_is_predicted(plan, shape) -> None:
-    runs, g = document_runs(plan), torch.Generator().manual_seed(0)
-    count = len(runs.start)
-    states, grad = (torch.randn(count, H, K, V, dtype=torch.float64, generator=g) for _ in range(2))
-    maps = torch.randn(count, *shape, dtype=torch.float64, generator=g)
-    maps[torch.from_numpy(runs.opens)] = torch.inf  # never used
-    kind = MAPS[shape]
-    matrix = kind == "matrix"
-    layer = RecurrentLayer(H, K, V, decay="none" if matrix else kind, delta=matrix).bytes("float64")
-    found = {}
-    for travel in ("gather", "chain"):
-        results = run_threads(plan.ranks, scanned, plan, states, maps, grad, travel)
-        found[travel] = [[x for *parts, _ in results for x in parts]]
-        way = state_way(runs, layer, travel)
-        expected = state_bytes(runs, layer, way)
-        for rank, (*_, (forward, backward)) in enumerate(results):
-            sent, received = int(expected.sent[rank]), int(expected.received[rank])
-            assert forward[:2] == (sent, received) and backward[:2] == (received, sent)
-            assert max(forward[2], backward[2]) <= way.steps
-    for gathered_, chained_ in zip(*found.values(), strict=True):
-        for x, y in zip(gathered_, chained_, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
-
-
-def test_a_chain_takes_the_steps_of_its_plan() -> None:
-    plan = plan_of("contiguous", (32,), 4)
-    layer = RecurrentLayer(H, K, V, decay="none", delta=True).bytes("float64")
-    runs = document_runs(plan)
-    for latency_free, blocks in ((layer, 1), (layer._replace(state=1 << 30), 4)):
-        way = state_way(runs, latency_free, "chain")
-        assert (way.blocks, way.steps) == (blocks, 3 + blocks - 1)
-    states, maps = torch.rand(4, 1024, 64, 64), torch.zeros(4, 1024)
-    way = state_way(runs, RecurrentLayer(1024, 64, 64).bytes("float32"), "chain")
-    assert way.blocks > 1
-    results = run_threads(4, scanned, plan, states, maps, states, "chain")
-    # a rank takes part when it receives or sends a block
-    assert [counts[0][2] for *_, counts in results] == [way.blocks, way.blocks + 1, way.blocks + 1, way.blocks]
-    totals = states.cumsum(0)
-    for rank, (entered, *_) in enumerate(results):
-        torch.testing.assert_close(entered[0], totals[rank - 1] if rank else torch.zeros_like(totals[0]))
 
 
 def test_a_chain_s_bytes_do_not_grow_with_earlier_runs() -> None:
