@@ -63,14 +63,20 @@ def compare(
         why = (
             f"it fails: {type(error).__name__}: {error}" if error else "it calls attention a different number of times"
         )
-        return Verdict(f"tried {how}, {why}")
+        return Verdict(f"in a trial {how}, {why}")
     as_many = len(a.unmoved) == len(b.samples) > 0
     stays = a.kind == "gets" and as_many and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
-    remedy = "; let it take positions as an argument, plan.rope_positions(rank)" if stays else ""
+    remedy = "; pass positions as an argument, plan.rope_positions(rank)" if stays else ""
     if a is last and a.by == RESULT and a.samples and not _has_rows(a):
-        remedy = "; let it return rows, and pool them outside, as by seqpar.train.token_mean"
-    what = f"what {a.by} gives to {a.name}" if a.kind == "gets" else f"what {a.name} {a.kind}"
-    return Verdict(f"tried {how}, {what} {fault}{remedy}")
+        remedy = "; return rows, and pool them outside the model, as by seqpar.train.token_mean"
+    return Verdict(f"in a trial {how}, {_tensor_of(a)} {fault}{remedy}")
+
+
+def _tensor_of(event: Event) -> str:
+    """The words for the tensors of an event."""
+    if event.kind == "gets":
+        return f"the input that {event.by} passes to {event.name}"
+    return f"the output of {event.name}" if event.kind == "returns" else f"the input of attention in {event.name}"
 
 
 def close(a: Tensor, b: Tensor, rough: float = 0.0) -> bool:

@@ -109,7 +109,7 @@ class _Trial(NamedTuple):
             return Verdict(error=failure)
         if not saw or reading is None:
             return Verdict(saw=False)
-        how, fault = "with its rows in another order", "does not follow them"
+        how, fault = "with its rows in another order", "depends on the order of rows"
         verdict = compare(first, second, error=error, rough=self._rough(), how=how, fault=fault)
         if self.alone and not verdict.reason:
             verdict = self._with_fewer(first, reading)

@@ -101,7 +101,7 @@ def test_a_model_that_counts_positions_takes_them_as_an_argument() -> None:
             return seqpar.unshard(own(rows, *positions(comm.rank)), plan, comm)
 
     def refused(comm: Comm) -> None:
-        with advised(NotImplementedError, "let it take positions as an argument, plan.rope_positions(rank)"):
+        with advised(NotImplementedError, "pass positions as an argument, plan.rope_positions(rank)"):
             rank(comm, lambda _: ())
 
     run_threads(2, refused)

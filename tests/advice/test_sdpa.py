@@ -313,7 +313,9 @@ def test_a_model_returns_rows_which_are_pooled_outside() -> None:
             return token_mean(own(rows)[0], comm)
 
     def refused(comm: Comm) -> None:
-        with advised(NotImplementedError, "let it return rows, and pool them outside, as by seqpar.train.token_mean"):
+        with advised(
+            NotImplementedError, "return rows, and pool them outside the model, as by seqpar.train.token_mean"
+        ):
             rank(comm, True)
 
     run_threads(2, refused)

@@ -261,7 +261,8 @@ Case = Callable[[], nn.Module]
 
 MIXING: dict[str, tuple[Case, str]] = {
     "positions counted": (
-        lambda: Model(lambda m, x, _: x + m.places(torch.arange(x.shape[1]))), "what Model gives to places (Embedding)",
+        lambda: Model(lambda m, x, _: x + m.places(torch.arange(x.shape[1]))),
+        "the input that Model passes to places (Embedding)",
     ),
     "learned positions sliced": (lambda: Model(lambda m, x, _: x + m.table[: x.shape[1]]), "blocks.0 (Block)"),
     "rotary tables sliced": (lambda: Model(lambda m, x, _: (x, m.cos[: x.shape[1]])), "blocks.0 (Block)"),
@@ -270,9 +271,9 @@ MIXING: dict[str, tuple[Case, str]] = {
     "convolution": (
         lambda: Model(
             lambda m, x, _: x + m.part(x[:, None])[:, 0], nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
-        ), "part (Conv2d) returns",
+        ), "the output of part (Conv2d)",
     ),
-    "mean": (lambda: Model(lambda m, x, _: x + 0.01 * m.part(x), Mean()), "what part (Mean) returns"),
+    "mean": (lambda: Model(lambda m, x, _: x + 0.01 * m.part(x), Mean()), "the output of part (Mean)"),
     "recurrence": (lambda: Model(recurrence, nn.GRUCell(E, E)), "blocks.0 (Block)"),
     "longest position": (lambda: Model(stretched), "blocks.0 (Block)"),
     "statistics": (
@@ -284,21 +285,21 @@ MIXING: dict[str, tuple[Case, str]] = {
     "whole channels": (
         lambda: Model(lambda m, x, p: m.part(x.transpose(1, 2)).transpose(1, 2), nn.Dropout1d(0.5)), "Dropout1d",
     ),
-    "sums so far through a shut gate": (lambda: Model(lambda m, x, _: m.part(x), Gate()), "what part (Gate) returns"),
+    "sums so far through a shut gate": (lambda: Model(lambda m, x, _: m.part(x), Gate()), "the output of part (Gate)"),
     "positions that are zeros": (
         lambda: Model(lambda m, x, _: x + m.part(torch.arange(x.shape[1])), zeros(nn.Embedding(64, E))),
-        "what Model gives to part (Embedding)",
+        "the input that Model passes to part (Embedding)",
     ),
     "a random order": (lambda: Model(lambda m, x, p: x[:, torch.randperm(x.shape[1])]), "blocks.0 (Block)"),
-    "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "tried with fewer rows"),
+    "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "in a trial with fewer rows"),
     "mean so far": (
-        lambda: Model(lambda m, x, _: m.part(x), Centred()), "tried after other rows, which changed part.mean",
+        lambda: Model(lambda m, x, _: m.part(x), Centred()), "in a trial after other rows, which changed part.mean",
     ),
-    "a result of one's own": (lambda: Summed(lambda m, x, p: x), "what Summed returns"),
+    "a result of one's own": (lambda: Summed(lambda m, x, p: x), "the output of Summed"),
     "weights rescaled": (lambda: Model(lambda m, x, p: x + m.part(p), nn.Embedding(64, E, max_norm=1.0)), "max_norm"),
-    "imaginary parts": (lambda: Wave(lambda m, x, p: x + m.places(p)), "what Wave returns"),
-    "one number": (lambda: Rewarded(lambda m, x, p: x + m.places(p)), "what Rewarded returns"),
-    "one result": (lambda: Pooled(lambda m, x, p: x + m.places(p)), "what Pooled returns"),
+    "imaginary parts": (lambda: Wave(lambda m, x, p: x + m.places(p)), "the output of Wave"),
+    "one number": (lambda: Rewarded(lambda m, x, p: x + m.places(p)), "the output of Rewarded"),
+    "one result": (lambda: Pooled(lambda m, x, p: x + m.places(p)), "the output of Pooled"),
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def test_rows_in_a_batch_of_ones_own_are_tried_too(box: Any) -> None:
         found = given(batch)
     assert found.shape == (1, TOKENS, VOCABULARY) and torch.equal(batch.ids, IDS[None])
     with (
-        pytest.raises(NotImplementedError, match=r"gives to model.places \(Embedding\) does not"),
+        pytest.raises(NotImplementedError, match=r"passes to model.places \(Embedding\) depends"),
         seqpar.sdpa(plan, comm),
     ):
         counted(batch)
@@ -104,7 +104,7 @@ def test_a_model_that_fails_with_other_weights_is_tried_with_its_own() -> None:
 
 def test_the_remedy_for_counted_positions_is_right() -> None:
     counted, given = made(MIXING["positions counted"][0]), made(ALONE["positions given"])
-    with pytest.raises(NotImplementedError, match=r"; let it take positions .*plan.rope_positions\(rank\)"):
+    with pytest.raises(NotImplementedError, match=r"; pass positions .*plan.rope_positions\(rank\)"):
         logits(LocalComm(), counted, "block")
     expected = counted(IDS[None], torch.arange(TOKENS)[None])
     found = torch.cat(run_threads(2, logits, given, "block"), 1)
@@ -157,7 +157,7 @@ def test_a_loss_beside_the_rows_is_taken_as_it_is() -> None:
     with seqpar.sdpa(plan, comm):
         logits, loss = given(IDS[None], at)
     assert logits.requires_grad and loss.dim() == 0
-    with pytest.raises(NotImplementedError, match="what Trained gives to places"), seqpar.sdpa(plan, comm):
+    with pytest.raises(NotImplementedError, match="that Trained passes to places"), seqpar.sdpa(plan, comm):
         counted(IDS[None], at)
 
 
@@ -548,7 +548,7 @@ def test_one_special_place_among_many_rows_is_found(place: int, samples: int) ->
 
     plan = Plan(Mask([256] * samples, causal=False), Layout.contiguous(256 * samples, 1))
     model, x = made(Separated), torch.randn(samples, 256, E).double()
-    with pytest.raises(NotImplementedError, match="Separated attends over does not"), seqpar.sdpa(plan, LocalComm()):
+    with pytest.raises(NotImplementedError, match="attention in Separated depends"), seqpar.sdpa(plan, LocalComm()):
         model(x)
 
 
@@ -679,7 +679,7 @@ def called(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.sampled(3)
 def test_large_elements_hide_nothing_beside_them(late: str, large: str, dtype: torch.dtype) -> None:
     model, x = made(lambda: Late(LATE[late], LARGE[large])).to(dtype), torch.randn(1, 300, E, dtype=dtype)
-    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: tried with its rows"):
+    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: in a trial with its rows"):
         called(model, x)
 
 
@@ -698,7 +698,7 @@ def test_a_place_that_no_sample_has_is_found_beside_large_elements() -> None:
         return x + F.one_hot(torch.tensor(77), x.shape[1])[:, None] * model.extra.bias
 
     model = made(lambda: Late(special, LARGE["-1e9 in columns"]))
-    with pytest.raises(NotImplementedError, match=r"gives to head \(Linear\) does not follow|Late returns does not"):
+    with pytest.raises(NotImplementedError, match=r"passes to head \(Linear\) depends|output of Late depends"):
         called(model, torch.randn(1, 256, E).double())
 
 
@@ -706,7 +706,7 @@ def test_a_place_that_no_sample_has_is_found_beside_large_elements() -> None:
 @pytest.mark.parametrize("at", [0, -1])
 def test_what_reads_one_row_is_found_at_every_number_of_rows(at: int, tokens: int) -> None:
     model = made(lambda: Late(lambda m, x: filmed(m, x, at)))
-    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: tried with its rows"):
+    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: in a trial with its rows"):
         called(model, torch.randn(1, tokens, E).double())
 
 
@@ -724,7 +724,7 @@ def test_no_row_stays_in_its_place_nor_another_of_its_position(lengths: list[int
 @pytest.mark.sampled(3)
 def test_what_mixes_a_little_is_found_though_products_are_rough(late: str, way: str) -> None:
     for rows in (64, 600):
-        with pytest.raises(NotImplementedError, match="tried with its rows in another order"):
+        with pytest.raises(NotImplementedError, match="in a trial with its rows in another order"):
             roughly(Late(LATE[late]), way, rows)
 
 

@@ -51,7 +51,7 @@ BATCH = padded(torch.Generator().manual_seed(3), [9, 5], left=False)
 IDS = BATCH["input_ids"]
 CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a mask of pairs": ({"attention_mask": torch.ones(2, 1, 9, 9)}, NotImplementedError, "attention_mask"),
-    "documents in a mask": ({"attention_mask": BATCH["attention_mask"] * 2}, ValueError, "0 or 1"),
+    "documents in a mask": ({"attention_mask": -BATCH["attention_mask"]}, ValueError, "0 or 1"),
     "weights": ({"output_attentions": True}, NotImplementedError, "output_attentions"),
     "a cache": ({"use_cache": True}, NotImplementedError, "use_cache"),
     "a full cache": ({"cache": transformers.DynamicCache()}, NotImplementedError, "got cache"),
