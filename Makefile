@@ -21,7 +21,7 @@ GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(or $(wildcard 
 # The tests start hundreds of processes, which load bytecode sooner than they compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick newest oldest exhaustive binaries soak bits results docs links gpu sanitize lint setup clean
+.PHONY: demo test quick newest oldest exhaustive binaries soak bits results docs screenshots links gpu sanitize lint setup clean
 
 # with less than the tests need, unless that is installed
 demo: $(or $(wildcard $(READY)),$(SMALL))
@@ -67,6 +67,10 @@ results: $(READY)
 # the site of docs/, into out/site; a broken link or anchor is an error
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# pages of the site at two widths and in two themes, into out/screenshots; needs Chromium (Debian: apt install chromium)
+screenshots: docs
+	$(BIN)/python -m tests.screenshots out/site out/screenshots
 
 # whether the addresses that pages link to answer; it needs the internet, so no test calls it
 links: $(READY)
