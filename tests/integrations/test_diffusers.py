@@ -39,6 +39,7 @@ from tests.integrations.diffusers_models import (
     random,
     transformer_flux,
 )
+from tests.ranks import errors, errors_on_copies, on_copies
 from tests.recompute import in_a_thread
 
 Results = tuple[Tensor, dict[str, Tensor]]
@@ -61,6 +62,19 @@ def one(model: nn.Module, inputs: dict[str, Any]) -> Results:
     out, loss = loss_of(model, inputs | {"hidden_states": latents})
     loss.backward()
     return out, {name: p.grad for name, p in model.named_parameters()} | {"latents": latents.grad}
+
+
+def outputs(
+    model: nn.Module, inputs: dict[str, Any], change: Callable[[Any], object] = lambda own: None
+) -> list[Tensor]:
+    """What each of two ranks makes of a call of its parallel copy, after a change."""
+
+    def call(own: Any, comm: Comm) -> Tensor:
+        change(own)
+        with torch.no_grad():
+            return own(**inputs, return_dict=False)[0]
+
+    return on_copies(model, call)
 
 
 def plan_for_both(mask: Mask, layout: Layout, **options: Any) -> Plan:
@@ -207,19 +221,14 @@ def test_a_plan_of_something_else_is_refused_on_every_rank(name: str) -> None:
     run_threads(2, rank)
 
 
+def _elsewhere(mask: Mask, layout: Layout, kv_layout: Layout | None = None) -> Plan:
+    return Plan(mask, layout, kv_layout=None if kv_layout is None else Layout.striped(kv_layout.total, 2))
+
+
 def test_a_plan_of_other_places_of_keys_is_refused() -> None:
     model, inputs = made("ltx2")
-
-    def rank(comm: Comm) -> None:
-        def plan(mask: Mask, layout: Layout, kv_layout: Layout | None = None) -> Plan:
-            other = None if kv_layout is None else Layout.striped(kv_layout.total, comm.size)
-            return Plan(mask, layout, kv_layout=other)
-
-        handle = parallelize(copy.deepcopy(model), comm, plan=plan)
-        with pytest.raises(ValueError, match="of another layout"):
-            handle.model(**inputs)
-
-    run_threads(2, rank)
+    for said in errors_on_copies(model, lambda own, comm: own(**inputs), plan=_elsewhere):
+        assert "of another layout" in said
 
 
 @pytest.mark.parametrize("where", ["model", "attention", "exit"])
@@ -389,14 +398,12 @@ def test_forwards_of_several_sizes_before_one_backward() -> None:
     whole = copy.deepcopy(model)
     sum(loss_of(whole, each)[1] for each in calls).backward()  # type: ignore[union-attr]
 
-    def rank(comm: Comm) -> nn.Module:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
+    def step(own: Any, comm: Comm) -> nn.Module:
         sum(loss_of(own, each)[1] for each in calls).backward()  # type: ignore[union-attr]
         sync_gradients(own.parameters(), comm)
         return own
 
-    for got in run_threads(3, rank):
+    for got in on_copies(model, step, ranks=3):
         for a, b in zip(got.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
 
@@ -476,15 +483,13 @@ def test_fused_projections_and_autocast_are_those_of_one_process() -> None:
     model, inputs = made("flux", torch.float32)
     model.fuse_qkv_projections()
 
-    def rank(comm: Comm) -> Tensor:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return own(**inputs).sample
+    @torch.no_grad()
+    @torch.autocast("cpu", torch.bfloat16)
+    def call(own: Any, comm: Comm | None = None) -> Tensor:
+        return own(**inputs).sample
 
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = model(**inputs).sample
-    for got in run_threads(2, rank):
+    expected = call(model)
+    for got in on_copies(model, call):
         assert got.dtype == expected.dtype
         assert float((got - expected).abs().max()) <= 0.05 * float(expected.abs().max())
 
@@ -537,6 +542,12 @@ def set_attention(model: nn.Module, inputs: dict[str, Any]) -> None:
     attention.processor.__class__ = type("FluxAttnProcessor", (), {"__call__": lambda self, attn, x, *_, **__: (x, x)})
 
 
+def set_mask(model: nn.Module, inputs: dict[str, Any]) -> None:
+    mask = {"attention_mask": torch.ones(1, 1, 20, 20).bool()}
+    attention = model.transformer_blocks[0].attn  # type: ignore[union-attr, index]
+    attention.register_forward_pre_hook(lambda module, args, given: (args, given | mask), with_kwargs=True)
+
+
 def set_config(model: nn.Module, inputs: dict[str, Any]) -> None:
     model._parallel_config = object()
 
@@ -553,6 +564,7 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
     "processor": ("processor OtherProcessor of transformer_blocks.0.attn", NotImplementedError, set_processor, "flux"),
     "backend": ("attention backend flex of transformer_blocks.0.attn", NotImplementedError, set_backend, "flux"),
     "attention": ("FluxAttnProcessor made 0 calls", NotImplementedError, set_attention, "flux"),
+    "a mask of its own": ("attention was given a mask of its own", NotImplementedError, set_mask, "flux"),
     "enable_parallelism": ("enable_parallelism", NotImplementedError, set_config, "flux"),
     "ids": (r"\[14, 3\] at dim -2, expected 15", ValueError, given(img_ids=ids(2, 7, 3)), "flux"),
     "text mask": (
@@ -564,12 +576,7 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
         r"timestep \[60\], expected one, 2 of the samples, or \[2, 30\]", ValueError,
         given(timestep=random(60, seed=1)), "wan",
     ),
-    "timesteps of half": (r"\[2, 15\] at dim 1, expected 30", ValueError, given(timestep=random(30, seed=1)), "ltx"),
-    "timesteps of more": (r"timestep \[7\], expected one", ValueError, given(timestep=random(7, seed=1)), "ltx"),
     "forcing": ("enable_diffusion_forcing is", NotImplementedError, given(enable_diffusion_forcing=True), "skyreels"),
-    "repeated": (
-        "controlnet_blocks_repeat is", NotImplementedError, given(controlnet_blocks_repeat=True), "flux",
-    ),
     "timesteps of video for audio": (
         r"\[2, 30\] at dim 1, expected 7 tokens of the audio", ValueError, 
         given(timestep=random(2, 30, seed=1)), "ltx2",
@@ -586,7 +593,6 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
         lambda model, inputs: model.enable_forward_chunking(chunk_size=5, dim=1), "sd3",  # type: ignore[operator]
     ),
     "frames": (r"\[2, 60, 16\] at dim -2, expected 30 tokens of the image", ValueError, given(num_frames=6), "ltx2"),
-    "no audio": ("got no audio_hidden_states", TypeError, without("audio_hidden_states"), "ltx2"),
     "no timestep": ("WanTransformer3DModel got no timestep", TypeError, without("timestep"), "wan"),
     "timesteps": (r"\[2, 7\] at dim 1, expected 30", ValueError, given(timestep=random(2, 7, seed=1)), "wan"),
 }  # fmt: skip
@@ -598,14 +604,7 @@ def test_a_model_that_takes_timesteps_of_tokens_in_any_shape(shape: tuple[int, .
     inputs["timestep"] = random(60, seed=4).abs()[: math.prod(shape)].reshape(shape) * 500
     with torch.no_grad():
         expected = model(**inputs).sample
-
-    def rank(comm: Comm) -> Tensor:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
-        with torch.no_grad():
-            return own(**inputs).sample
-
-    for got in run_threads(2, rank):
+    for got in outputs(model, inputs):
         torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
 
 
@@ -620,6 +619,7 @@ def test_an_argument_may_state_its_default(name: str, defaults: dict[str, Any]) 
         assert torch.equal(model(**inputs, **defaults).sample, model(**inputs).sample)
 
 
+@pytest.mark.filterwarnings("ignore:.*of your own:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_shared_out_raises_by_name(name: str) -> None:
     refused(*REFUSED[name])
@@ -646,7 +646,7 @@ def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
 def test_hooks_that_do_not_look_at_tokens_may_stay(how: str) -> None:
     model, inputs = made("wan", torch.float32)
 
-    def hooked(own: nn.Module) -> Tensor:
+    def hook(own: nn.Module) -> None:
         if how == "skipped":
             hooks.apply_layer_skip(own, diffusers.LayerSkipConfig(indices=[0], fqn="blocks"))
         elif how == "cast":
@@ -654,16 +654,12 @@ def test_hooks_that_do_not_look_at_tokens_may_stay(how: str) -> None:
         else:
             cpu = torch.device("cpu")
             hooks.apply_group_offloading(own, cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
-        with torch.no_grad():
-            return own(**inputs).sample  # type: ignore[no-any-return]
 
-    def rank(comm: Comm) -> Tensor:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
-        return hooked(own)
-
-    expected = hooked(copy.deepcopy(model))
-    for got in run_threads(2, rank):
+    found = outputs(model, inputs, hook)
+    hook(model)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+    for got in found:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -709,16 +705,12 @@ def test_offloading_may_come_first_and_be_taken_off_and_put_on_again(kind: str) 
 def test_a_module_whose_parallel_forward_was_dropped_raises_by_name() -> None:
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
+    def call(own: Any, comm: Comm) -> None:
         if comm.rank:
-            own.proj_out.forward = partial(nn.Linear.forward, own.proj_out)  # type: ignore[union-attr, arg-type]
-        with pytest.raises((NotImplementedError, ValueError)) as caught:
-            own(**inputs)
-        return str(caught.value)
+            own.proj_out.forward = partial(nn.Linear.forward, own.proj_out)
+        own(**inputs)
 
-    assert all("proj_out of FluxTransformer2DModel was put there" in said for said in run_threads(2, rank))
+    assert all("proj_out of FluxTransformer2DModel was put there" in said for said in errors_on_copies(model, call))
 
 
 def test_a_model_that_accelerate_unwraps_stays_parallel() -> None:
@@ -755,29 +747,34 @@ def test_a_setting_of_the_model_that_is_not_supported_raises_by_name(name: str, 
         parallelize(model, LocalComm()).model(**inputs)
 
 
-@pytest.mark.parametrize("what", ["noise", "scalar", "missing", "weights"])
+DIFFER = {
+    "noise": "hidden_states differs between rank 0 and rank 1", "scalar": "return_dict differs between rank 0 and rank",
+    "missing": "guidance differs between rank 0 and rank 1", "weights": "weights differ between rank 0 and rank 1",
+    "refused": "controlnet_block_samples",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DIFFER)
 def test_ranks_that_pass_different_inputs_raise_on_all(what: str) -> None:
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> str:
-        own, mine = copy.deepcopy(model), dict(inputs)
-        parallelize(own, comm)
+    def call(own: Any, comm: Comm) -> None:
+        mine = dict(inputs)
         if comm.rank == 1:
             if what == "noise":
                 mine["hidden_states"] = mine["hidden_states"].flip(1)
             elif what == "weights":
-                own.proj_out.bias.data[0] += 1  # type: ignore[union-attr, index, operator]
+                own.proj_out.bias.data[0] += 1
             elif what == "scalar":
                 mine["return_dict"] = False
-            else:
+            elif what == "missing":
                 mine.pop("guidance")
-        with pytest.raises(ValueError) as caught, torch.no_grad():
+            else:
+                mine["controlnet_block_samples"] = [1]
+        with torch.no_grad():
             own(**mine)
-        return str(caught.value)
 
-    name = {"noise": "hidden_states", "scalar": "return_dict", "missing": "guidance", "weights": "weights"}[what]
-    differ = "differ" if what == "weights" else "differs"
-    assert all(f"{name} {differ} between rank 0 and rank 1" in said for said in run_threads(2, rank))
+    assert all(DIFFER[what] in said for said in errors_on_copies(model, call))
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -808,64 +805,44 @@ def test_weights_of_adapters_that_come_later_are_compared(alike: bool) -> None:
     peft = pytest.importorskip("peft")
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
-        with torch.no_grad():
-            own(**inputs)
-            own.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))  # type: ignore[operator]
-            for name, p in own.named_parameters():
-                if "lora" in name:  # drawn by each rank
-                    p.fill_(0.1 if alike else 0.1 + comm.rank)
-            try:
-                own(**inputs)
-            except ValueError as error:
-                return str(error)
-        return "right"
+    @torch.no_grad()
+    def calls(own: Any, comm: Comm) -> None:
+        own(**inputs)
+        own.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))
+        for name, p in own.named_parameters():
+            if "lora" in name:  # drawn by each rank
+                p.fill_(0.1 if alike else 0.1 + comm.rank)
+        own(**inputs)
 
-    expected = "right" if alike else "weights differ between rank 0 and rank 1"
-    assert all(expected in said for said in run_threads(2, rank))
+    expected = "nothing" if alike else "weights differ between rank 0 and rank 1"
+    assert all(expected in said for said in errors_on_copies(model, calls))
 
 
-@pytest.mark.parametrize("validations", [0, 1, 17])
-@pytest.mark.parametrize("trained", ["all", "one part after another"])
-def test_a_step_without_a_sum_is_told_whatever_ran_before(validations: int, trained: str) -> None:
+def test_a_step_without_a_sum_is_told_whatever_ran_before() -> None:
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
+    def steps(own: Any, comm: Comm) -> None:
         with torch.no_grad():
-            for _ in range(validations):
-                own(**inputs)
-        if trained == "one part after another":
-            own.requires_grad_(False)
-            for _ in range(17):
-                loss_of(own, inputs | {"hidden_states": inputs["hidden_states"].clone().requires_grad_()})
-            own.x_embedder.requires_grad_()  # type: ignore[union-attr]
+            own(**inputs)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="differ between rank 0 and rank 1, .* an optimizer stepped"):
-            for _ in range(2):
-                loss_of(own, inputs)[1].backward()
-                optimizer.step()
+        for _ in range(2):
+            loss_of(own, inputs)[1].backward()
+            optimizer.step()
 
-    run_threads(2, rank)
+    for said in errors_on_copies(model, steps):
+        assert re.search("differ between rank 0 and rank 1, .* an optimizer stepped", said), said
 
 
-@pytest.mark.parametrize("first", [1, 3])
-def test_a_parameter_that_one_rank_freezes_is_named(first: int) -> None:
+def test_a_parameter_that_one_rank_freezes_is_named() -> None:
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> None:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
-        for _ in range(first):
-            own(**inputs)
-        own.x_embedder.bias.requires_grad_(bool(comm.rank))  # type: ignore[union-attr, operator]
-        with pytest.raises(ValueError, match="x_embedder.bias is frozen on rank 0 and not on rank 1"):
-            own(**inputs)
+    def calls(own: Any, comm: Comm) -> None:
+        own(**inputs)
+        own.x_embedder.bias.requires_grad_(bool(comm.rank))
+        own(**inputs)
 
-    run_threads(2, rank)
+    for said in errors_on_copies(model, calls):
+        assert "x_embedder.bias is frozen on rank 0 and not on rank 1" in said
 
 
 def test_a_copy_that_calls_the_originals_forward_is_refused() -> None:
@@ -879,32 +856,15 @@ def test_a_copy_that_calls_the_originals_forward_is_refused() -> None:
     assert model(**inputs)[0].shape
 
 
-def test_what_one_rank_refuses_raises_on_all() -> None:
-    model, inputs = made("flux")
-
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
-        more = {"controlnet_block_samples": [1]} if comm.rank else {}
-        with pytest.raises((ValueError, NotImplementedError)) as caught:
-            own(**inputs, **more)
-        return str(caught.value)
-
-    assert all("controlnet_block_samples" in said for said in run_threads(2, rank))
-
-
 def test_ranks_that_compute_different_losses_raise_on_all() -> None:
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> str:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
+    def step(own: Any, comm: Comm) -> None:
         out = own(**inputs).sample
-        with pytest.raises(ValueError) as caught:
-            (out - random(*out.shape, seed=comm.rank)).square().mean().backward()
-        return str(caught.value)
+        (out - random(*out.shape, seed=comm.rank)).square().mean().backward()
 
-    assert all("gradient of the output differs between rank 0 and rank 1" in said for said in run_threads(2, rank))
+    for said in errors_on_copies(model, step):
+        assert "gradient of the output differs between rank 0 and rank 1" in said
 
 
 DIFFERENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -915,21 +875,16 @@ DIFFERENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1_000, 65_536, 1 << 21])
+@pytest.mark.parametrize("size", [1_000, 1 << 18])
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_gradients_of_an_output_of_any_size_are_compared(what: str, size: int, dtype: torch.dtype) -> None:
-    grads = [random(size, seed=seed).to(dtype) for seed in (1, 2)]
+def test_gradients_of_an_output_of_any_size_are_compared(what: str, size: int) -> None:
+    grads = [random(size, seed=seed).bfloat16() for seed in (1, 2)]
     grads[1] = DIFFERENT[what](*grads)
-
-    def rank(comm: Comm) -> None:
-        with pytest.raises(ValueError, match="gradient of the output differs between rank 0 and rank 1"):
-            _gradient_of_output(comm, 1, grads[comm.rank])
-
-    run_threads(2, rank)
+    for said in errors(lambda comm: _gradient_of_output(comm, 1, grads[comm.rank])):
+        assert "gradient of the output differs between rank 0 and rank 1" in said
 
 
-@pytest.mark.parametrize("size", [30, 1_000, 65_536, 1 << 21])
+@pytest.mark.parametrize("size", [30, 1 << 18])
 def test_gradients_may_differ_in_their_last_digits(size: int) -> None:
     grad = random(size, seed=1).bfloat16()
     up = torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).short()
@@ -941,10 +896,8 @@ def test_gradients_may_differ_in_their_last_digits(size: int) -> None:
 def test_a_gradient_that_overflowed_is_left_to_the_scaler(factor: float) -> None:
     model, inputs = made("flux")
 
-    def rank(comm: Comm) -> bool:
-        own = copy.deepcopy(model)
-        parallelize(own, comm)
+    def step(own: Any, comm: Comm) -> bool:
         (loss_of(own, inputs)[1] * factor).backward()
-        return bool(own.proj_out.weight.grad.isfinite().any())  # type: ignore[union-attr, operator]
+        return bool(own.proj_out.weight.grad.isfinite().any())
 
-    assert run_threads(2, rank) == [False, False]
+    assert on_copies(model, step) == [False, False]
