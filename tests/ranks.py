@@ -1,31 +1,26 @@
-"""What ranks make of copies of one model that they have made parallel, and what their errors say."""
+"""What ranks make of parallel copies of one model, what their errors say, and wrappers around models."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Comm
 from seqpar.testing import run_threads
 
 
-def on_copies(
-    model: nn.Module, call: Callable[[Any, Comm], Any], *, ranks: int = 2,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext, **options: Any,
-) -> list[Any]:  # fmt: skip
-    """What ``call(own, comm)`` returns on each rank, whose model is a parallel copy.
-
-    around: makes a block around all of it. options: of `parallelize`.
-    """
+def on_copies(model: nn.Module, call: Callable[[Any, Comm], Any], *, ranks: int = 2, **options: Any) -> list[Any]:
+    """What ``call(own, comm)`` returns on each rank, whose model is a parallel copy. options: of `parallelize`."""
 
     def rank(comm: Comm) -> Any:
         own = copy.deepcopy(model)
-        with around(), seqpar.parallelize(own, comm, **options):
+        with seqpar.parallelize(own, comm, **options):
             return call(own, comm)
 
     return run_threads(ranks, rank)
@@ -50,3 +45,18 @@ def errors_on_copies(
 ) -> list[str]:
     """What ``call(own, comm)`` raises on each rank, whose model is a parallel copy."""
     return on_copies(model, lambda own, comm: error_of(call, own, comm), ranks=ranks, **options)
+
+
+def in_wrapper(model: nn.Module, how: str, parts: Iterable[nn.Module] = ()) -> nn.Module:
+    """A model in DDP, or, as "fsdp", its parts and itself under `fully_shard`."""
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    for part in (*parts, model):
+        fully_shard(part)
+    return model
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients that there are, by name, put together from their shards."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}

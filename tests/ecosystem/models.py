@@ -38,6 +38,12 @@ def document(seed: int, length: int) -> list[int]:
     return torch.randint(1, VOCABULARY - 1, (length,), generator=generator).tolist()
 
 
+def padded(documents: list[list[int]]) -> dict[str, torch.Tensor]:
+    """A batch of documents, padded on the right."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(document) for document in documents], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
 def text(seed: int, length: int) -> str:
     """The same, as words."""
     return " ".join(map(str, document(seed, length)))

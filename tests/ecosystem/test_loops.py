@@ -43,35 +43,22 @@ def compare(programs: Programs, script: Path, folder: Path) -> dict[str, dict[st
 
 
 @pytest.mark.exhaustive
-def test_trainers_of_trl(programs: Programs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "every_order", "count"),
+    [("with_trl", False, 6), ("with_trl", True, 32), ("with_trl_online", False, 5), ("with_trl_online", True, 24)],
+)
+def test_trainers_of_trl(script: str, every_order: bool, count: int, programs: Programs, tmp_path: Path) -> None:
+    """Those that generate or have a reference are the online ones."""
     pytest.importorskip("trl")
-    found = compare(programs, PROGRAMS / "with_trl.py", tmp_path)
-    assert len(found) == 6 and all(case["sent"] > 1000 for case in found.values()), "ranks shared their documents"
-
-
-@pytest.mark.exhaustive
-def test_trainers_of_trl_in_every_order(programs: Programs, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    script = tmp_path / "exhaustive.py"
-    script.write_text((PROGRAMS / "with_trl.py").read_text())
-    assert len(compare(programs, script, tmp_path)) == 32
-
-
-@pytest.mark.exhaustive
-def test_trainers_of_trl_that_generate_or_have_a_reference(programs: Programs, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    found = compare(programs, PROGRAMS / "with_trl_online.py", tmp_path)
-    assert len(found) == 5 and all(case["sent"] > 1000 for case in found.values()), "ranks shared their documents"
-    for case in found.values():
+    program = PROGRAMS / f"{script}.py"
+    if every_order:
+        program = tmp_path / "exhaustive.py"
+        program.write_text((PROGRAMS / f"{script}.py").read_text())
+    found = compare(programs, program, tmp_path)
+    assert len(found) == count
+    for case in found.values() if not every_order else ():
+        assert case["sent"] > 1000, "ranks shared their documents"
         assert "cancels" not in case or case["steps"][0]["reward_std"] > 0, "answers differ"
-
-
-@pytest.mark.exhaustive
-def test_trainers_of_trl_that_generate_in_every_order(programs: Programs, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    script = tmp_path / "exhaustive.py"
-    script.write_text((PROGRAMS / "with_trl_online.py").read_text())
-    assert len(compare(programs, script, tmp_path)) == 24
 
 
 @pytest.mark.exhaustive
@@ -93,19 +80,16 @@ def test_trainer_with_the_same_batches_on_every_rank(programs: Programs, tmp_pat
     assert len(compare(programs, PROGRAMS / "with_trainer.py", tmp_path)) == 2
 
 
-@pytest.mark.parametrize("advised", [False, True])
-def test_ranks_under_trainer_drop_other_features_as_the_pages_say(
-    advised: bool, programs: Programs, tmp_path: Path
-) -> None:
+def test_ranks_under_trainer_drop_other_features_as_the_pages_say(programs: Programs, tmp_path: Path) -> None:
     """Also, each rank brings examples of its own: all of them in each epoch."""
     pytest.importorskip("accelerate")
     script = PROGRAMS / "trainer_dropout.py"
     advice = "arguments.seed, arguments.data_seed = comm.rank + 1, 0"
     pages = [script, *(ROOT / f"docs/{name}.md" for name in ("transformers", "peft", "troubleshooting"))]
     assert all(advice in " ".join(page.read_text().split()) for page in pages)
-    ranks = [json.loads(out.splitlines()[-1]) for out in programs.ranks(2, script, tmp_path, *["advised"] * advised)]
+    ranks = [json.loads(out.splitlines()[-1]) for out in programs.ranks(2, script, tmp_path)]
     pairs = list(zip(*(rank["dropped"] for rank in ranks), strict=True))
-    assert len(pairs) == 4 and all((first != second) == advised for first, second in pairs)
+    assert len(pairs) == 4 and all(first != second for first, second in pairs)
     for epoch in (slice(0, 4), slice(4, 8)):
         assert sorted(ranks[0]["examples"][epoch] + ranks[1]["examples"][epoch]) == list(range(8))
 

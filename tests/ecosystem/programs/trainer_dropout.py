@@ -1,28 +1,17 @@
-"""Trainer on a model with dropout of hidden rows: what this rank drops first, and its batches, as a line of JSON.
-
-With the word "advised", as the page says.
-"""
+"""Trainer on a model with dropout of hidden rows: what this rank drops first, and its batches, as a line of JSON."""
 
 import json
-import math
-import sys
 import warnings
 
 import torch
-from accelerate import PartialState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import seqpar
-from seqpar.integrations.hf import planning
 from tests.ecosystem.models import document
+from tests.ecosystem.trainers import comm, on_all_ranks
 
-planning.SPREADING = -math.inf  # documents as short as these would stay where they are
-
-PartialState(cpu=True)  # ranks know each other from here on
-comm = seqpar.GroupComm()
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, embd_pdrop=0.5))
-seqpar.parallelize(model, comm)
+on_all_ranks(model)
 torch.manual_seed(comm.rank + 1)  # which is in vain here, as Trainer sets the seed again
 dropped, batches = [], []
 warnings.filterwarnings("ignore", "transformer.drop of a parallel .* was given a hook of your own")
@@ -39,8 +28,7 @@ arguments = TrainingArguments(
     "out", use_cpu=True, num_train_epochs=2, per_device_train_batch_size=2, report_to="none", save_strategy="no",
     disable_tqdm=True,
 )  # fmt: skip
-if "advised" in sys.argv:
-    arguments.seed, arguments.data_seed = comm.rank + 1, 0
+arguments.seed, arguments.data_seed = comm.rank + 1, 0  # as the pages say
 data = [document(number, 16) for number in range(8)]
 Trainer(model, arguments, train_dataset=data, data_collator=together).train()
 print(json.dumps({"dropped": dropped, "examples": [data.index(each) for each in batches]}))

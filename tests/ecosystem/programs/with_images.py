@@ -1,20 +1,11 @@
 """Trainer on a model of images and text, with and without recomputed layers: a line of JSON for each, step by step."""
 
-import json
-import math
-
 import torch
-from accelerate import PartialState
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Trainer, TrainingArguments
 
-import seqpar
-from seqpar.integrations.hf import planning
 from tests.ecosystem.models import RANKS, document
+from tests.ecosystem.trainers import arguments, on_all_ranks, report
 
-planning.SPREADING = -math.inf  # documents as short as these would stay where they are
-
-PartialState(cpu=True)  # ranks know each other from here on
-comm = seqpar.GroupComm() if RANKS > 1 else None
 IMAGE, START, END = 60, 61, 62
 
 
@@ -53,17 +44,12 @@ def padded(examples):
 
 for recompute in (False, True):
     model = vision_model()
-    if comm is not None:
-        seqpar.parallelize(model, comm, average_over=RANKS)  # Trainer tells such models no number of items
-    arguments = TrainingArguments(
-        "out", use_cpu=True, max_steps=3, per_device_train_batch_size=4 // RANKS, logging_steps=1, report_to="none",
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=recompute, optim="sgd", learning_rate=0.1,
-        gradient_accumulation_steps=1 + recompute, remove_unused_columns=False,
+    on_all_ranks(model, average_over=RANKS)  # Trainer tells such models no number of items
+    settings = arguments(
+        TrainingArguments, gradient_checkpointing=recompute, gradient_accumulation_steps=1 + recompute,
+        remove_unused_columns=False,
     )  # fmt: skip
     data = [example(number) for number in range(48)]
-    trainer = Trainer(model, arguments, train_dataset=data, data_collator=padded)
+    trainer = Trainer(model, settings, train_dataset=data, data_collator=padded)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    if trainer.is_world_process_zero():
-        steps = [{field: float(entry[field]) for field in ("loss", "grad_norm")} for entry in logged]
-        print(json.dumps({"case": f"recompute {recompute}", "steps": steps}))
+    report(f"recompute {recompute}", trainer)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 import seqpar
-from tests.ecosystem.models import RANKS, document, llama
+from tests.ecosystem.models import RANKS, document, llama, padded
 
 
 class Training(lightning.LightningModule):
@@ -53,17 +53,12 @@ class Copied(Training):
         self.handle = None
 
 
-def batch(documents):
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(document) for document in documents], batch_first=True)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
-
-
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 documents = [document(n, 5 + 7 * n % 31) for n in range(24)]
 rank, each = int(os.environ.get("RANK", 0)), 4 // RANKS
 own = [4 * step + each * rank + n for step in range(6) for n in range(each)]  # the same four documents in every step
-loader = torch.utils.data.DataLoader(documents, batch_size=each, sampler=own, collate_fn=batch)
-evaluated = torch.utils.data.DataLoader(documents[: 4 * RANKS], batch_size=each, sampler=own[:each], collate_fn=batch)
+loader = torch.utils.data.DataLoader(documents, batch_size=each, sampler=own, collate_fn=padded)
+evaluated = torch.utils.data.DataLoader(documents[: 4 * RANKS], batch_size=each, sampler=own[:each], collate_fn=padded)
 cases = {
     "ddp": (Training, []),
     "moving average": (Copied, [EMAWeightAveraging(decay=0.5)]),

@@ -7,12 +7,7 @@ from accelerate import Accelerator
 from peft import get_peft_model
 
 import seqpar
-from tests.ecosystem.models import RANKS, document, llama, lora
-
-
-def batch(documents):
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(document) for document in documents], batch_first=True)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+from tests.ecosystem.models import RANKS, document, llama, lora, padded
 
 
 def losses(order, recompute):
@@ -31,7 +26,7 @@ def losses(order, recompute):
         seqpar.parallelize(model, seqpar.GroupComm(), **options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     documents = [document(n, 5 + 7 * n % 31) for n in range(24)]
-    loader = torch.utils.data.DataLoader(documents, batch_size=4 // RANKS, collate_fn=batch)
+    loader = torch.utils.data.DataLoader(documents, batch_size=4 // RANKS, collate_fn=padded)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found = []
     for rows in loader:

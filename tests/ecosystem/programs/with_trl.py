@@ -1,39 +1,24 @@
 """Trainers of TRL, one after the other: a line of JSON for each, with what it logged at every step."""
 
-import json
-import math
 import sys
 from itertools import product
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from transformers import LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-import seqpar
-from seqpar.integrations.hf import planning
-from tests.ecosystem.models import RANKS, document, llama, lora, text, tokenizer
+from tests.ecosystem import trainers
+from tests.ecosystem.models import document, llama, lora, text, tokenizer
+from tests.ecosystem.trainers import on_all_ranks
 
-planning.SPREADING = -math.inf  # documents as short as these would stay where they are
-
-PartialState(cpu=True)  # ranks know each other from here on
-comm = seqpar.GroupComm() if RANKS > 1 else None
 FIELDS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "margin")
 PACKING = {"padded": {}, "bfd": {"packing": True}, "wrapped": {"packing": True, "packing_strategy": "wrapped"}}
 
 
-def on_all_ranks(model):
-    if comm is not None:
-        seqpar.parallelize(model, comm)
-
-
 def arguments(kind, *, recompute, **more):
-    return kind(
-        "out", use_cpu=True, bf16=False, max_steps=3, per_device_train_batch_size=4 // RANKS, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, gradient_checkpointing=recompute,
-        gradient_accumulation_steps=1 + recompute, optim="sgd", learning_rate=0.1, **more,
-    )  # fmt: skip
+    accumulated = {"gradient_checkpointing": recompute, "gradient_accumulation_steps": 1 + recompute}
+    return trainers.arguments(kind, **accumulated, **more)
 
 
 def sft(packing, *, first, adapters, recompute):
@@ -90,13 +75,7 @@ def reward(*, first, adapters, recompute):
 
 def report(name, made):
     trainer, more = made
-    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    if trainer.is_world_process_zero():
-        steps = [{field: float(entry[field]) for field in FIELDS if field in entry} for entry in logged]
-        sent = comm.stats.bytes_sent if comm is not None else 0
-        print(json.dumps({"case": name, "steps": steps, "sent": sent} | more))
-    if comm is not None:
-        comm.stats.reset()
+    trainers.report(name, trainer, FIELDS, **more)
 
 
 if "exhaustive" in sys.argv[0]:

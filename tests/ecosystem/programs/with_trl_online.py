@@ -3,25 +3,19 @@
 What is sampled must be the same on any number of ranks. So a row draws by its place among the rows of all ranks.
 """
 
-import json
 import math
 import sys
 from itertools import product
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from transformers import GenerationMixin, LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from trl import GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
 
-import seqpar
-from seqpar.integrations.hf import planning
+from tests.ecosystem import trainers
 from tests.ecosystem.models import RANKS, document, llama, lora, text, tokenizer
+from tests.ecosystem.trainers import arguments, on_all_ranks, state
 
-planning.SPREADING = -math.inf  # documents as short as these would stay where they are
-
-state = PartialState(cpu=True)  # ranks know each other from here on
-comm = seqpar.GroupComm() if RANKS > 1 else None
 FIELDS = (
     "loss", "grad_norm", "entropy", "num_tokens", "reward", "reward_std", "completions/mean_length", "kl",
     "clip_ratio/region_mean", "rewards/chosen", "rewards/rejected", "logps/chosen",
@@ -47,18 +41,6 @@ def draw(probabilities, num_samples):
 
 
 GenerationMixin.generate, torch.multinomial = generate_anew, draw
-
-
-def on_all_ranks(model):
-    if comm is not None:
-        seqpar.parallelize(model, comm)
-
-
-def arguments(kind, **more):
-    return kind(
-        "out", use_cpu=True, bf16=False, max_steps=3, per_device_train_batch_size=4 // RANKS, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, optim="sgd", learning_rate=0.1, **more,
-    )  # fmt: skip
 
 
 def score(completion_ids, **_):
@@ -141,15 +123,9 @@ def predicted():
 
 
 def report(name, trainer, **more):
-    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    if trainer.is_world_process_zero():
-        steps = [{field: float(entry[field]) for field in FIELDS if field in entry} for entry in logged]
-        sent = comm.stats.bytes_sent if comm is not None else 0
-        if "reward" in steps[0]:
-            more["cancels"] = {"loss": CANCELS[name.split(",")[0]]}
-        print(json.dumps({"case": name, "steps": steps, "sent": sent} | more))
-    if comm is not None:
-        comm.stats.reset()
+    if any("reward" in entry for entry in trainer.state.log_history):
+        more["cancels"] = {"loss": CANCELS[name.split(",")[0]]}
+    trainers.report(name, trainer, FIELDS, **more)
 
 
 if "exhaustive" in sys.argv[0]:

@@ -126,17 +126,17 @@ def on_ranks(
 
 def check(
     found: list[tuple[float, dict[str, Tensor]]], expected: tuple[float, dict[str, Tensor]], tolerance: float,
-    truth: Callable[[], dict[str, Tensor]] | None = None,
+    truth: Callable[[], dict[str, Tensor]] | None = None, least: float = 1e-6,
 ) -> None:  # fmt: skip
     """Losses on every rank and sums of gradients are the expected ones, relative to a tensor's largest element.
 
-    A gradient below 1e-6 of the model's largest is a zero but for rounding, and is judged against that. truth: makes
+    A gradient below `least` of the model's largest is a zero but for rounding, and is judged against that. truth: makes
     the gradients in fp64; one that is further from the expected one must be as near to them as that is.
     """
     loss, grads = expected
     for own, _ in found:
         assert abs(own - loss) <= tolerance * abs(loss), (own, loss)
-    floor = 1e-6 * largest(grads)
+    floor = least * largest(grads)
     for name, whole in grads.items():
         total = torch.stack([each[name] for _, each in found]).sum(0)
         most = max(float(whole.abs().max()), floor)

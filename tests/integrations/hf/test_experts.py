@@ -16,7 +16,7 @@ from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import union
 from tests.integrations.hf.hybrids import contiguous, gradients
 from tests.integrations.hf.models import batches
-from tests.integrations.hf.unions import build, check, on_ranks, one
+from tests.integrations.hf.unions import agree, build, check, on_ranks, one
 
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 FAMILIES = {
@@ -30,34 +30,20 @@ MORE["dbrx"] = Architecture("dbrx", "experts", {"output_router_logits": True})
 ROUTERS = 2e-7  # fp32 sums in models of fp64
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
 @pytest.mark.sampled(2)
 def test_the_balance_loss_is_of_all_ranks_tokens(name: str) -> None:
     """Also without the product of the ranks' own means, which are others."""
-    model = build(FAMILIES[name])
-    for kind, ranks in (("left", 2), ("packed", 3)):
-        every = batches(kind, ranks)
-        whole = one(model, every, torch.float64)
-        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), whole, ROUTERS)
+    model = build((FAMILIES | MORE)[name])
+    holes = batches("mixed", 2)[:1] + batches("right", 2)[1:]
+    for every in (batches("left", 2), batches("packed", 3), *[batches("cu", 2), holes] * (name in MORE)):
+        whole = agree(model, every, ROUTERS)
         without = one(model, every, torch.float64, output_router_logits=False)
         assert abs(whole[0] - without[0]) > 0.1, "the balance loss matters"
 
 
 def test_routers_of_checkpointed_layers() -> None:
-    model, every = build(FAMILIES["mixtral"], torch.float32), batches("right", 2)
-    found = run_threads(2, on_ranks, model, every, torch.float32, {}, None, True)
-    check(found, one(model, every, torch.float32), 2e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE)
-def test_other_models_with_such_a_loss(name: str) -> None:
-    model = build(MORE[name])
-    for kind, ranks in (("right", 3), ("cu", 2), ("mixed", 2)):
-        every = batches(kind, ranks)
-        if kind == "mixed":  # holes on the first rank
-            every = every[:1] + batches("right", 2)[1:]
-        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), ROUTERS)
+    agree(build(FAMILIES["mixtral"], torch.float32), batches("right", 2), 2e-5, checkpoints=True)
 
 
 def test_router_logits_come_home_and_the_whole_loss_with_them() -> None:

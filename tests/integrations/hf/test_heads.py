@@ -18,7 +18,7 @@ from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import islands, union
 from tests.integrations.hf.hybrids import contiguous, gradients
 from tests.integrations.hf.models import batches
-from tests.integrations.hf.unions import build, check, on_ranks, one
+from tests.integrations.hf.unions import agree, build, check, one
 
 HEAD = "ForSequenceClassification"
 SINGLE, REWARD = {"num_labels": 3}, {"num_labels": 1}
@@ -65,33 +65,24 @@ def labelled(every: list[dict[str, Tensor]], config: dict[str, Any], dtype: torc
     return found
 
 
-def agree(family: tuple[str, dict[str, Any]], kind: str, ranks: int, dtype: torch.dtype, tolerance: float) -> None:
-    model = model_of(family, dtype)
+def compare(
+    family: tuple[str, dict[str, Any]], kind: str, ranks: int, dtype: torch.dtype = torch.float64, **more: Any
+) -> None:
     every = labelled(batches(kind, ranks), family[1], dtype)
-    found = run_threads(ranks, on_ranks, model, every, dtype, {})
-    check(found, one(model, every, dtype), tolerance)
+    agree(model_of(family, dtype), every, 1e-9 if dtype is torch.float64 else 2e-5, **more)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
 @pytest.mark.sampled(5)
 def test_a_head_on_ranks_is_the_head_of_one_process(name: str) -> None:
-    agree(FAMILIES[name], "right", 2, torch.float64, 1e-9)
-    agree(FAMILIES[name], "right", 3, torch.float32, 2e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE)
-def test_other_heads(name: str) -> None:
-    agree(MORE[name], "right", 3, torch.float64, 1e-9)
+    compare((FAMILIES | MORE)[name], "right", 2)
+    compare((FAMILIES | MORE)[name], "right", 3, torch.float32)
 
 
 def test_padding_on_the_left_and_checkpoints() -> None:
     """A decoder's head looks for the last token; the first one is padding."""
-    agree(FAMILIES["llama"], "left", 2, torch.float64, 1e-9)
-    model = model_of(FAMILIES["qwen3 reward"], torch.float32)
-    every = labelled(batches("left", 2), REWARD, torch.float32)
-    found = run_threads(2, on_ranks, model, every, torch.float32, {}, None, True)
-    check(found, one(model, every, torch.float32), 2e-5)
+    compare(FAMILIES["llama"], "left", 2)
+    compare(FAMILIES["qwen3 reward"], "left", 2, torch.float32, checkpoints=True)
 
 
 def test_steps_add_up_and_wrappers_average() -> None:
@@ -157,7 +148,7 @@ def test_ranks_without_rows_or_labels_that_count() -> None:
     model, every = model_of(FAMILIES["llama"]), labelled(batches("right", 3), SINGLE, torch.float64)
     every[1] = {name: x[:0] for name, x in every[1].items()}
     every[2]["labels"][:] = -100
-    check(run_threads(3, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+    agree(model, every)
 
 
 def test_rewards_come_home() -> None:
@@ -282,7 +273,7 @@ def test_a_head_that_takes_labels_of_one_kind_alone() -> None:
     every = labelled(batches("right", 2), {"num_labels": 2}, torch.float64)
     for batch in every:
         batch["labels"] %= 2
-    check(run_threads(2, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+    agree(model, every)
     config.num_labels = 1
     says = "its loss is not one of single_label_classification, regression, multi_label_classification, which failed"
     with seqpar.parallelize(model, LocalComm()), pytest.raises(NotImplementedError, match=says):
@@ -291,7 +282,7 @@ def test_a_head_that_takes_labels_of_one_kind_alone() -> None:
 
 def test_a_loss_that_is_a_sum_with_a_count_is_a_mean_without() -> None:
     family = ("zamba2", SINGLE)
-    agree(family, "right", 2, torch.float64, 1e-9)
+    compare(family, "right", 2)
     model, batch = model_of(family, torch.float32), labelled(batches("right", 1), SINGLE, torch.float32)[0]
     with seqpar.parallelize(model, LocalComm()):
         with pytest.raises(NotImplementedError, match="num_items_in_batch for Zamba2.*not a mean over rows then"):

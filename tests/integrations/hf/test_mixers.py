@@ -10,8 +10,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import DynamicCache
 
 import seqpar
@@ -20,6 +18,7 @@ from seqpar.integrations.hf.recurrent.mixers import mixers
 from seqpar.testing import run_processes, run_threads
 from tests.integrations.hf.hybrids import alone, build, check, contiguous, gradients, on_ranks, zigzag
 from tests.integrations.hf.models import batches, holes, packed, padded
+from tests.ranks import in_wrapper, whole_gradients
 
 RANKS = 2
 
@@ -122,19 +121,11 @@ def sharded(comm: Comm, names: list[str]) -> list[tuple[float, dict[str, Tensor]
     for name in names:
         model = build(name)
         seqpar.parallelize(model, comm, average_over=comm.size, plan=contiguous)
-        mesh = init_device_mesh("cpu", (comm.size,))
-        for layer in model.base_model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        loss = model(**batches("packed", comm.size)[comm.rank]).loss
+        loss = in_wrapper(model, "fsdp", model.base_model.layers)(**batches("packed", comm.size)[comm.rank]).loss
         loss.backward()
-        grads = {n: g if g is None else g.full_tensor() / comm.size for n, g in _grads(model)}
-        found.append((float(loss.detach()), {n: torch.zeros(()) if g is None else g for n, g in grads.items()}))
+        grads = {n: torch.zeros(()) for n, _ in model.named_parameters()} | whole_gradients(model)
+        found.append((float(loss.detach()), {n: grad / comm.size for n, grad in grads.items()}))
     return found
-
-
-def _grads(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, p.grad) for name, p in model.named_parameters()]
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,7 @@ from tests.ecosystem.architectures import DYNAMIC, LONGROPE, Architecture
 from tests.ecosystem.ways import islands
 from tests.integrations.hf.hybrids import contiguous, gradients
 from tests.integrations.hf.models import batches, packed
-from tests.integrations.hf.unions import build, check, on_ranks, one
+from tests.integrations.hf.unions import agree, build, check, one
 
 COUNTING = {
     "opt": Architecture("opt", "dense"),
@@ -56,25 +56,13 @@ def given(row: Architecture, kind: str, ranks: int) -> list[dict[str, Tensor]]:
     return every
 
 
-def agree(row: Architecture, kinds: tuple[tuple[str, int], ...]) -> None:
-    model = build(row)
-    for kind, ranks in kinds:
-        every = given(row, kind, ranks)
-        pad = row.config.get("pad_token_id", 0)
-        whole = one(model, every, torch.float64, pad=pad)
-        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), whole, 1e-9)
-
-
-@pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.parametrize("name", [*COUNTING, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
 @pytest.mark.sampled(3)
 def test_positions_are_counted_as_on_one_process(name: str) -> None:
-    agree(COUNTING[name], (("left", 2), ("right", 3), ("cu", 2), *[("holes", 2)] * (name == "opt")))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE)
-def test_other_models_that_count(name: str) -> None:
-    agree(MORE[name], (("left", 2), ("cu", 3)))
+    row = (COUNTING | MORE)[name]
+    model = build(row)
+    for kind, ranks in (("left", 2), ("right", 3), ("cu", 2), *[("holes", 2)] * (name == "opt")):
+        agree(model, given(row, kind, ranks), pad=row.config.get("pad_token_id", 0))
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -126,13 +114,8 @@ def test_angles_depend_on_the_longest_position_of_all_ranks(name: str) -> None:
     """One rank has the longest row, which is cut between ranks; and the other rank's rows are short."""
     model = build(ROTARY[name])
     for kind, ranks in (("long", 2), ("left", 3), ("packed", 2)):
-        every = batches(kind, ranks)
-        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
-    every = batches("long", 2)
-    check(
-        run_threads(2, on_ranks, model.float(), every, torch.float32, {}, None, True), one(model, every, torch.float32),
-        2e-5,
-    )  # fmt: skip
+        agree(model, batches(kind, ranks))
+    agree(model.float(), batches("long", 2), 2e-5, checkpoints=True)
 
 
 def check_steps(model: Any, steps: Any, rank: Any) -> None:

@@ -19,7 +19,8 @@ from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import unpacked, verdict
 from tests.integrations.hf.hybrids import contiguous
 from tests.integrations.hf.models import batches, holes, packed
-from tests.integrations.hf.unions import build, check, on_ranks, one
+from tests.integrations.hf.unions import agree, build, check, one
+from tests.ranks import on_copies
 
 OLD = {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,22 +46,12 @@ def model_of(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     return build(Architecture(kind, "dense", config | more), dtype)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
 @pytest.mark.sampled(4)
 def test_a_model_on_ranks_is_the_model_of_one_process(name: str) -> None:
     model = model_of(name)
-    for kind, ranks in (("left", 2), ("packed", 3)):
-        every = batches(kind, ranks)
-        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE)
-def test_other_configs(name: str) -> None:
-    model = model_of(name)
-    for kind, ranks in (("right", 3), ("cu", 2)):
-        every = batches(kind, ranks)
-        check(run_threads(ranks, on_ranks, model, every, torch.float64, {}), one(model, every, torch.float64), 1e-9)
+    for kind, ranks in (("left", 2), ("packed", 3), *[("cu", 2)] * (name in MORE)):
+        agree(model, batches(kind, ranks))
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "bloom", "gemma4"])
@@ -89,14 +80,12 @@ def test_the_same_pairs_are_dropped_on_any_number_of_ranks(name: str) -> None:
     model, batch = model_of(name, **{rates[name]: 0.5}), packed(torch.Generator().manual_seed(3), [11, 23])
     torch.manual_seed(5)
 
-    def rank(comm: Comm) -> list[float]:
-        own = copy.deepcopy(model)
-        with seqpar.parallelize(own, comm, source="replicated", plan=contiguous):
-            return [float(own(**batch).loss.detach()) for _ in range(2)]
+    def losses_of(own: Any, comm: Comm) -> list[float]:
+        return [float(own(**batch).loss.detach()) for _ in range(2)]
 
-    (alone,) = run_threads(1, rank)
+    (alone,) = on_copies(model, losses_of, ranks=1, source="replicated", plan=contiguous)
     assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
-    for losses in run_threads(3, rank):
+    for losses in on_copies(model, losses_of, ranks=3, source="replicated", plan=contiguous):
         assert losses == pytest.approx(alone, rel=1e-6)
 
 
@@ -114,14 +103,14 @@ def test_falcons_alibi_is_refused() -> None:
 def test_holes(name: str) -> None:
     """Bloom counts tokens; MPT's biases and GPT-Neo's windows are by places, holes included."""
     model, every = model_of(name), [holes(torch.Generator().manual_seed(2), 17)]
-    with seqpar.parallelize(copy.deepcopy(model), LocalComm()) as handle:
-        if name == "bloom":
-            handle.undo()
-            found = run_threads(1, on_ranks, model, every, torch.float64, {})
-            check(found, one(model, every, torch.float64), 1e-9)
-            return
-        with pytest.raises(NotImplementedError, match="count as places in some attention layers; leave them out"):
-            handle.model(**every[0])
+    if name == "bloom":
+        agree(model, every)
+        return
+    with (
+        seqpar.parallelize(model, LocalComm()),
+        pytest.raises(NotImplementedError, match="count as places in some attention layers; leave them out"),
+    ):
+        model(**every[0])
 
 
 def test_undo_and_local_leave_the_classes_own_attention() -> None:

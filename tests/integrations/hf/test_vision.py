@@ -13,9 +13,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Comm, LocalComm, Mask
@@ -24,6 +21,7 @@ from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, build
 from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, pooled_of, tokens_of
 from tests.ecosystem.ways import ALIKE, Outcome, assert_close, cut, islands, outcome
+from tests.ranks import in_wrapper, whole_gradients
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 ROUGH = ("qwen3_5",)  # round more than that by themselves
@@ -152,19 +150,12 @@ def wrapped(comm: Comm, kind: str, how: str) -> Outcome:
     model = build(EVERY[kind], dtype=torch.float32)
     seqpar.parallelize(model, comm, average_over=comm.size, plan=cut)
     batch = batch_of(kind, "right", bring(kind, "one", comm.size, torch.float32)[comm.rank], model)
-    if how == "ddp":
-        whole: nn.Module = DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh("cpu", (comm.size,))
-        for block in (*model.model.visual.blocks, *model.model.language_model.layers):
-            fully_shard(block, mesh=mesh)
-        whole = fully_shard(model, mesh=mesh)
+    whole = in_wrapper(model, how, (*model.model.visual.blocks, *model.model.language_model.layers))
     for _ in range(2):  # the second pass finds what the first one left behind
         model.zero_grad()
         loss = whole(**batch).loss
         loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return Outcome(float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()})
+    return Outcome(float(loss.detach()), whole_gradients(model))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

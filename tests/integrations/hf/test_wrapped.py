@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -22,6 +20,7 @@ from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import token_log_probs
 from tests.integrations.hf.models import batches, build, largest, one_process
+from tests.ranks import in_wrapper, whole_gradients
 
 RANKS = 2
 
@@ -43,16 +42,13 @@ def policy(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities and the gradients of their sum over ranks, by a method of a model that is sharded."""
     model = build("llama")
     seqpar.parallelize(model, comm)
-    mesh = init_device_mesh("cpu", (comm.size,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    in_wrapper(model, "fsdp", model.model.layers)
     model.log_probs_of = MethodType(log_probs_of, model)
     register_fsdp_forward_method(model, "log_probs_of")
     found = model.log_probs_of(**batches("right", comm.size)[comm.rank])
     model.generate(**prompt_of(comm.rank))
     (found.sum() * comm.size).backward()
-    return found.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return found.detach(), whole_gradients(model)
 
 
 def test_a_method_of_a_sharded_model_has_log_probabilities() -> None:
@@ -69,21 +65,14 @@ def wrapped(comm: Comm, how: str) -> tuple[float, dict[str, Tensor], list[Tensor
     """The loss, the averaged gradients and what is generated, of a model in a wrapper."""
     model = build("llama", tie_word_embeddings=how == "fsdp tied")
     seqpar.parallelize(model, comm, average_over=comm.size)
-    if how == "ddp":
-        whole: nn.Module = DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh("cpu", (comm.size,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        whole = fully_shard(model, mesh=mesh)
+    whole = in_wrapper(model, how, model.model.layers)
     made = [model.generate(**prompt_of(comm.rank))]
     for _ in range(2):  # the second pass finds what the first one left sharded
         model.zero_grad()
         loss = whole(**batches("right", comm.size)[comm.rank]).loss
         loss.backward()
         made.append(model.generate(**prompt_of(comm.rank), synced_gpus=False))  # as Seq2SeqTrainer asks for
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return float(loss.detach()), {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}, made
+    return float(loss.detach()), whole_gradients(model), made
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp tied"])

@@ -13,11 +13,12 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm
 from seqpar.integrations.hf.config import caching
+from seqpar.testing import run_threads
 from tests.ecosystem import architectures
 from tests.ecosystem.architectures import Architecture
 from tests.ecosystem.ways import islands, union
+from tests.integrations.hf import hybrids
 from tests.integrations.hf.hybrids import contiguous, gradients
-from tests.integrations.hf.models import largest
 
 Outcome = tuple[float, dict[str, Tensor]]
 _building = threading.Lock()
@@ -68,11 +69,15 @@ def check(found: list[Outcome], expected: Outcome, tolerance: float) -> None:
 
     A gradient below a hundredth of the model's largest is judged against that: one may be zero but for rounding.
     """
-    loss, grads = expected
-    for own, _ in found:
-        assert abs(own - loss) <= tolerance * abs(loss), (own, loss)
-    floor = 1e-2 * largest(grads)
-    for name, whole in grads.items():
-        worst = float((torch.stack([each[name] for _, each in found]).sum(0) - whole).abs().max())
-        most = max(float(whole.abs().max()), floor)
-        assert worst <= tolerance * most, f"{name}: {worst} of {most}"
+    hybrids.check(found, expected, tolerance, least=1e-2)
+
+
+def agree(
+    model: torch.nn.Module, every: list[dict[str, Tensor]], tolerance: float = 1e-9, *, pad: int = 0,
+    checkpoints: bool = False,
+) -> Outcome:  # fmt: skip
+    """Ranks with these batches have the loss and gradients of one process, which are returned."""
+    dtype = next(model.parameters()).dtype
+    whole = one(model, every, dtype, pad=pad)
+    check(run_threads(len(every), on_ranks, model, every, dtype, {}, None, checkpoints), whole, tolerance)
+    return whole
