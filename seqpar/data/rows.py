@@ -37,7 +37,7 @@ class BatchShape(NamedTuple):
     kept: Ints | None = None
 
     def pick(self, rows: Ints) -> BatchShape:
-        """The home of some of the rows with results."""
+        """The shape of some of the rows with results."""
         return self._replace(kept=rows if self.kept is None else self.kept[rows])
 
     def fill(self, x: Tensor) -> Tensor | list[Tensor]:

@@ -195,7 +195,7 @@ def _check_equal(every: Sequence[Facts]) -> None:
         if (each.digest, each.ended) != (every[0].digest, every[0].ended):
             lacks = " (one loader has ended)" if each.ended != every[0].ended else ""
             raise ValueError(
-                f"share: the batch of rank {rank} is not that of rank 0{lacks}; bring the same batch on every "
+                f"share: the batch of rank {rank} is not that of rank 0{lacks}; load the same batch on every "
                 "rank, or give source='sharded' for a batch of each"
             )
 

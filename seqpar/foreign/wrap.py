@@ -265,7 +265,7 @@ def refuse_unready(model: nn.Module) -> None:
         within = "" if kind == whole else f" in {whole}"
         if any(each.copied_under is not None for each in arounds):
             raise ValueError(
-                f"{kind}{within} is a copy of a parallel model, and has its parallel forward for good; copy a model "
+                f"{kind}{within} is a copy of a parallel model, and its forward stays parallel; copy a model "
                 "before it is parallel or after undo(), or load the copy's state_dict() into a new one"
             )
         raise ValueError(f"{kind}{within} is parallel already; call undo() of that handle first")

@@ -120,8 +120,8 @@ def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collect
             return SHADOW
         if method and method not in BY_ITSELF and layer not in tried:
             return (
-                f"{type(layer).__qualname__} of peft's {method} came after parallelize, and nothing has tried whether "
-                "it mixes a rank's rows; add it before seqpar.parallelize"
+                f"{type(layer).__qualname__} of peft's {method} came after parallelize, which has not tried whether it "
+                "mixes a rank's rows; add it before seqpar.parallelize"
             )
         if layer.training and torch.is_grad_enabled() and _averages_rows(layer):
             return "VeLoRA projects inputs on the mean over the rows of a rank; set init_type='random' in VeloraConfig"

@@ -13,7 +13,7 @@ def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
 
         checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.nn.save_attention)
 
-    It costs the memory of ``out`` and ``lse``, and of the traded q, k, v if heads are traded; results and gradients are
-    those without a checkpoint. As with every selective checkpoint of torch, only one backward pass is possible.
+    It costs the memory of ``out`` and ``lse``, and of the exchanged q, k, v under Ulysses; results and gradients
+    match a call without a checkpoint. As with every selective checkpoint of torch, only one backward pass is possible.
     """
     return create_selective_checkpoint_contexts([torch.ops.seqpar.attention.default])  # type: ignore[no-any-return]

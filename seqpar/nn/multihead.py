@@ -63,7 +63,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if given:
                 raise NotImplementedError(f"MultiheadAttention: {name}: the plan's mask takes its place")
         if need_weights:
-            raise NotImplementedError("MultiheadAttention: need_weights=True: no rank has them")
+            raise NotImplementedError("MultiheadAttention: need_weights=True: no rank has all weights")
         if query.is_nested or key.is_nested or value.is_nested:
             raise NotImplementedError("MultiheadAttention: nested tensors; give this rank's rows [T, E]")
         same = query is key and key is value

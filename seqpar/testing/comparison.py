@@ -75,8 +75,8 @@ def compare(program: Program, *, ranks: int = 2, steps: int = 1, processes: bool
 
     program: a generator function. ``program(comm)`` builds the model with a fixed seed, makes it parallel over comm,
     and yields ``(model, loss)`` after each ``optimizer.step()``, with the gradients still in place. loss is the
-    global one, the same on every rank. Batches must not depend on the number of ranks, and nothing may be dropped at
-    random. A mistake that the program makes on one rank too, such as labels that are shifted twice, does not show.
+    global one, the same on every rank. Batches must not depend on the number of ranks, and the model must not use
+    dropout. A mistake that the program makes on one rank too, such as labels that are shifted twice, does not show.
 
     steps: how many steps are compared; the program is closed after them. processes: ranks are processes of a gloo
     group, as DDP and FSDP2 need, and the program is a function of an importable module. Otherwise they are threads

@@ -39,7 +39,7 @@ from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp, in_flat, shards
 
 WEIGHTS = "weights"  # the fact of a forward
 FEWER = (  # what to do where a rank comes to no forward
-    "give every rank as many batches as the others, or run the model on one rank alone inside `with handle.local():`, "
+    "give every rank the same number of batches, or run the model on one rank alone inside `with handle.local():`, "
     "where handle is what `parallelize` returned"
 )
 

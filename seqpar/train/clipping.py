@@ -41,8 +41,8 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) 
     several = each_once(parameters)
     if (flat := next(filter(in_flat, several), None)) is not None:
         raise NotImplementedError(
-            f"grad_norm: a parameter of shape {list(flat.shape)} holds a shard of FullyShardedDataParallel, and "
-            "nothing tells over which ranks; call the wrapper's own clip_grad_norm_(max_norm), which returns the norm"
+            f"grad_norm: a parameter of shape {list(flat.shape)} holds a shard of FullyShardedDataParallel "
+            "over ranks that are not known; call the wrapper's own clip_grad_norm_(max_norm), which returns the norm"
         )
     grads = [p.grad for p in several if p.grad is not None]
     if not grads:

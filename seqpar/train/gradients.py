@@ -305,8 +305,8 @@ def _refusal(parameters: list[Tensor], ranks: frozenset[int]) -> Exception | Non
         what = f"parameter {index} of shape {list(p.shape)}"
         if in_flat(p):
             return NotImplementedError(
-                f"sync_gradients: {what} holds a shard of FullyShardedDataParallel, which has reduced its gradient, "
-                "and nothing tells over which ranks; leave sync_gradients out over the same ranks, and shard with "
+                f"sync_gradients: {what} holds a shard of FullyShardedDataParallel, which has reduced its gradient "
+                "over ranks that are not known; leave sync_gradients out over the same ranks, and shard with "
                 "fully_shard over others"
             )
         if is_dtensor(p) and not mesh_apart(p, ranks):

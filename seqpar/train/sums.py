@@ -63,7 +63,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
         if x.is_meta:
             raise ValueError("x is on the meta device, which holds no values to sum")
         if x.dtype == torch.bool:
-            raise ValueError("the sum of truth values, expected numbers; give x.long()")
+            raise ValueError("the sum of booleans, expected numbers; give x.long()")
         if not adds(x.dtype) and x.is_floating_point():
             raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
         if not adds(x.dtype):
@@ -73,7 +73,7 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
 
 @lru_cache(maxsize=64)
 def adds(dtype: torch.dtype) -> bool:
-    """Whether PyTorch adds numbers of a dtype: it combines truth values, and has no sums of others."""
+    """Whether PyTorch adds numbers of a dtype: it combines booleans with or, and does not add some other dtypes."""
     return dtype not in (torch.bool, *UNSIGNED) and not (dtype.is_floating_point and dtype.itemsize < 2)
 
 

@@ -1,7 +1,7 @@
 """The wrapper that averages a model's gradients: DistributedDataParallel around its forward, or FSDP2 inside it.
 
-A rank's loss is a share, and shares are summed. So under a wrapper that averages, losses are `average_over` times as
-large, or gradients are too small.
+A rank's loss is a share, and shares are summed. So under a wrapper that averages, losses must be multiplied by
+`average_over`; otherwise gradients are too small.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_an_entry_without_rows_is_kept_or_given_as_rows() -> None:
 
 def test_ranks_with_batches_of_their_own_are_sharded_and_others_bring_one() -> None:
     def rank(comm: Comm) -> tuple[list[int], list[int]]:
-        with advised(ValueError, "bring the same batch on every rank, or give source='sharded' for a batch of each"):
+        with advised(ValueError, "load the same batch on every rank, or give source='sharded' for a batch of each"):
             share({"input_ids": IDS + comm.rank}, comm, plan=ring, source="replicated")
         one = share({"input_ids": IDS}, comm, plan=ring, source="replicated")
         own = share({"input_ids": IDS + comm.rank}, comm, plan=ring, source="sharded")

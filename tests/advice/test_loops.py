@@ -189,7 +189,7 @@ def test_every_rank_prefetches_as_many_batches() -> None:
             return sum(bool(model(**batch).loss.isfinite()) for batch in handle.prefetch(loader))
 
     def uneven(comm: Comm) -> None:
-        with advised(ValueError, "give every rank as many batches, as by drop_last=True of a DataLoader"):
+        with advised(ValueError, "give every rank the same number of batches, as drop_last=True of a DataLoader does"):
             rank(comm, False)
 
     run_threads(2, uneven)

@@ -100,7 +100,7 @@ def test_padding_of_a_multihead_module_is_left_out() -> None:
 
 
 def test_attention_over_other_rows_is_given_shards_or_stays_local() -> None:
-    with advised(ValueError, "give shards, or say by local= which calls stay on their rank"):
+    with advised(ValueError, "give shards, or select with local= the calls that stay on their rank"):
         on_two_ranks(lambda comm, rows: attended(WHOLE, is_causal=True))
     assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
 
@@ -256,7 +256,7 @@ def test_one_sample_of_rows_is_not_rows_of_samples(local: bool) -> None:
         """[T, H, 1, D] in place of [1, H, T, D]."""
         return F.scaled_dot_product_attention(*x.unsqueeze(3), is_causal=True)[:, :, 0]
 
-    with advised(ValueError, "give the model [1, T] in place of [T, 1], or name such calls by local="):
+    with advised(ValueError, "give the model [1, T] in place of [T, 1], or select such calls with local="):
         on_two_ranks(lambda comm, rows: apart(rows))
     if not local:
         assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())

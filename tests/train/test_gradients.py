@@ -678,7 +678,7 @@ def mistaken(comm: Comm) -> list[str]:
 
 def test_sums_of_what_has_none_are_refused() -> None:
     first, last = run_threads(2, mistaken)
-    assert "truth values" in first[0] and first[0] == last[0]
+    assert "booleans" in first[0] and first[0] == last[0]
     assert "torch.float32[2]" in first[1] and first[1] == last[1]
     assert "rank 1 refused" in first[2] and "torch.bool[3]" in last[2]
     assert "ranks differ in shape" in first[3] and "other parameters" in first[4]

@@ -97,7 +97,7 @@ def _unknown(name: str) -> str:
         return f"diffusers: {name} is parallel by stages; call seqpar.dsp.parallelize(model, comm)"
     return (
         f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if its arguments are rows of tokens and "
-        "their positions, and only attention mixes rows, share them out yourself and call it inside `seqpar.sdpa`"
+        "their positions, and only attention mixes rows, shard them yourself and call it inside `seqpar.sdpa`"
     )
 
 

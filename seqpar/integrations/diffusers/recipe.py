@@ -32,7 +32,7 @@ def check_alone(named: Named) -> None:
     model = named[0][1]
     name = name_of(model)
     if parallel_config(model, None) is not None:
-        raise NotImplementedError(f"diffusers: {name} is under enable_parallelism, which shares its tokens too")
+        raise NotImplementedError(f"diffusers: {name} is under enable_parallelism, which splits its tokens too")
     if getattr(model, "is_cache_enabled", False):
         raise NotImplementedError(
             f"diffusers: {name} is under enable_cache, which skips attention; call its disable_cache() first"

@@ -79,7 +79,7 @@ class ModelGuard:
             what = "another forward" if now[0] is before[0] else f"a module of the class {name_of(module)}"
             raise NotImplementedError(
                 f"{path or 'the model'} of a parallel {name_of(self.model)} was given {what} after parallelize, which "
-                f"nothing has tried on a rank's rows; {AGAIN}"
+                f"has not been tried on a rank's rows; {AGAIN}"
             )
 
     @property

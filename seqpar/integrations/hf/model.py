@@ -56,16 +56,16 @@ class ParallelTransformer(TransformerHandle):
     ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does. It counts the labels
     of every rank's batch, also where all ranks bring the same one.
 
-    Outputs per token (logits, last_hidden_state, hidden_states) come back for the rank's own batch, in its shape. In
+    Outputs per token (logits, last_hidden_state, hidden_states) are returned for the rank's own batch, in its shape. In
     training with labels ``out.logits``, and hidden states that a class returns with it, are None: the loss is
     computed in chunks, without ``[T, vocabulary]`` logits. Calls of ``model.base_model``, as other libraries' heads
     make them, are parallel too.
 
     model, comm: as given to `seqpar.parallelize`. plan: ``(lengths, ranks) -> Plan``; by default `plan_batch` with the
     model's shape, except that each rank computes its own documents where spreading them gains less time than it costs.
-    source: "sharded", every rank brings its own batch, or "replicated", all bring the same; of a loss that you compute
-    from outputs every rank then sends the whole gradient, so divide it by ``comm.size``. logits: True, they always come
-    back; False, they are left out whenever labels are given; None, also in evaluation they come back, unless Trainer
+    source: "sharded", every rank supplies its own batch, or "replicated", all supply the same: then every rank computes
+    the whole of a loss that you compute from outputs, so divide it by ``comm.size``. logits: True, always returned;
+    False, left out whenever labels are given; None, returned without labels and in evaluation, unless Trainer
     evaluates with ``prediction_loss_only=True``. May be changed at any time, equally on all ranks. accuracy,
     deterministic: as in `seqpar.attention`.
 

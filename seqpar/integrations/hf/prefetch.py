@@ -103,7 +103,7 @@ def _told(
         raise ValueError(
             f"prefetch: the loader of rank {ended[0]} ended before that of rank "
             f"{next(rank for rank in range(comm.size) if rank not in ended)}, but every forward needs all "
-            "ranks; give every rank as many batches, as by drop_last=True of a DataLoader"
+            "ranks; give every rank the same number of batches, as drop_last=True of a DataLoader does"
         )
     if replicated:
         return batch, frozen(every[0]), None

@@ -73,7 +73,7 @@ class Reader:
     """Reads the calls of a model.
 
     check: settles the arguments of a call, or raises. entries: of a batch, with a value per token; optional: of these,
-    those that a rank may lack. replicated: whether all ranks bring the same batch.
+    those that a rank may lack. replicated: whether all ranks have the same batch.
     """
 
     def __init__(

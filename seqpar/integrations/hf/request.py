@@ -122,7 +122,7 @@ def too_few(items: Any, labels: int) -> ValueError:
 
 
 class SameBatches:
-    """Warns once if all ranks bring the same batch twice in a row, as if each had its own.
+    """Warns once if all ranks load the same batch twice in a row, as if each had its own.
 
     This takes at most two small exchanges in all.
     """
@@ -145,7 +145,7 @@ class SameBatches:
             self._count = None
             if not self.comm.rank:
                 warnings.warn(
-                    f"{what}: all {size} ranks bring the same batch, and each document is computed {size} times; give "
+                    f"{what}: all {size} ranks load the same batch, and each document is computed {size} times; give "
                     "each rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of "
                     "them",
                     stacklevel=3,

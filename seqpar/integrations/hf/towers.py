@@ -50,7 +50,7 @@ class Towers(NamedTuple):
             if self._features(kind) is None:
                 missing = NotImplementedError(
                     f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run its "
-                    f"towers on a blank input; bring {kind} on every rank, or freeze all parameters outside the text "
+                    f"towers on a blank input; supply {kind} on every rank, or freeze all parameters outside the text "
                     "model"
                 )
             else:

@@ -227,8 +227,8 @@ class ParallelVision(ParallelTransformer):
             known = {*self.entries, *DOCUMENTS, *OPTIONS, *UNSEEN, *state.given}
             if made := sorted(arguments.keys() - known):
                 raise NotImplementedError(
-                    f"{type(module).__name__} hands {', '.join(made)} to its {type(self.text).__name__}, which seqpar "
-                    "does not know how to share between ranks; train it with data parallelism, whole sequences on each "
+                    f"{type(module).__name__} passes {', '.join(made)} to its {type(self.text).__name__}, which seqpar "
+                    "cannot split over ranks; train it with data parallelism, whole sequences on each "
                     "rank"
                 )
         super()._check(module, arguments)

@@ -288,10 +288,10 @@ class Rerouting(TorchFunctionMode):
                 )
                 if samples == rows[0]:
                     raise ValueError(
-                        f"{told}, or one sample of {samples} rows; give the model [1, T] in place of [T, 1], or name "
-                        "such calls by local="
+                        f"{told}, or one sample of {samples} rows; give the model [1, T] in place of [T, 1], or select "
+                        "such calls with local="
                     )
-                raise ValueError(f"{told}; give the plan a document for each sample, or name such calls by local=")
+                raise ValueError(f"{told}; give the plan a document for each sample, or select such calls with local=")
             if mask is None:
                 self._check_meaning(is_causal)
             elif list(mask.shape[-2:]) == rows and rows[1] != self.plan.mask.kv_tokens and not self._one_has_all:
@@ -327,7 +327,7 @@ class Rerouting(TorchFunctionMode):
         )
         if all(len(shape) == 4 and shape[1] == count for shape, count in zip(self.shapes, rows)):
             return ValueError(f"{told}, which dim 1 has; give [B, H, T, D], as by x.transpose(1, 2)")
-        return ValueError(f"{told}; give shards, or say by local= which calls stay on their rank")
+        return ValueError(f"{told}; give shards, or select with local= the calls that stay on their rank")
 
     def _shown(self) -> str:
         """What `local` gets of this call."""
@@ -351,7 +351,8 @@ class Rerouting(TorchFunctionMode):
         if told is not None and all(other == told for other in found):
             warnings.warn(
                 f"sdpa: all ranks give the same {len(k)} keys ({self._shown()}), as the whole memory of cross "
-                "attention would be, and they count as shards; name such calls by local=, or give each rank its shard",
+                "attention would be, and they count as shards; select such calls with local=, or give each rank its "
+                "shard",
                 stacklevel=2,
             )
 

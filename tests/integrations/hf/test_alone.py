@@ -56,7 +56,7 @@ def test_a_loader_that_ends_first_is_told_with_what_to_do(tmp_path):
         run_processes(2, cases.witness, tmp_path, ends_first)
     message = (tmp_path / "0").read_text()
     assert re.search(r"in LlamaForCausalLM.forward \(.*\): lost the connection to rank 1; the comm is dead", message)
-    assert "; see in the log of rank 1 why it ended, or give every rank as many batches as the others" in message
+    assert "; see in the log of rank 1 why it ended, or give every rank the same number of batches" in message
 
 
 @pytest.mark.exhaustive
@@ -66,4 +66,4 @@ def test_an_evaluation_on_one_rank_alone_is_told_on_all_ranks_with_what_to_do(tm
     for rank in range(2):
         message = (tmp_path / str(rank)).read_text()
         assert "in LlamaForCausalLM.forward (gathering): waited 1 s for rank 1; the comm is dead" in message
-        assert "; give every rank as many batches as the others" in message and "`with handle.local():`" in message
+        assert "; give every rank the same number of batches" in message and "`with handle.local():`" in message

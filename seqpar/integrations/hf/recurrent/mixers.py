@@ -94,7 +94,7 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
     Raises: RuntimeError where no plan surrounds the call; NotImplementedError for a cache.
     """
     if any(named.get(name) is not None for name in CACHES):
-        raise NotImplementedError(f"{type(mixer).__name__} got a cache, which is not spread over ranks")
+        raise NotImplementedError(f"{type(mixer).__name__} got a cache, which is not split over ranks")
     if hidden_states.dim() != 3 or len(hidden_states) != 1:
         raise ValueError(
             f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
