@@ -26,6 +26,11 @@ def test_a_preset_names_its_sources_and_survives_a_file(name: str, tmp_path: Pat
     assert hardware.inside.bandwidth > hardware.across.bandwidth
 
 
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no hardware is called 'tpu'; known: h100, .*seqpar calibrate"):
+        Hardware.preset("tpu")
+
+
 def test_flexsps_constants_come_back() -> None:
     hardware, model = Hardware.preset("a100-flexsp"), ModelShape.preset("gpt-7b")
     tokens = 65_536
@@ -166,6 +171,7 @@ def test_a_file_may_leave_out_defaults_and_carry_measurements(tmp_path: Path) ->
         (lambda d: d.pop("memory"), "hardware has no memory"),
         (lambda d: d.update(colour="red"), "hardware has unknown keys colour"),
         (lambda d: d["attention"].pop("rate"), "attention has no rate"),
+        (lambda d: d["inside"].update(jitter=1.0), "inside has unknown keys jitter"),
         (lambda d: d["inside"].update(channels=1.5), "channels must be a positive integer or None, got 1.5"),
         (lambda d: d.update(kernel=3), "kernel must be a str, got 3"),
         (lambda d: d.update(across=None), "across must be a mapping"),
