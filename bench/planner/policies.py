@@ -15,10 +15,10 @@ import numpy as np
 
 from bench.planner.schedules import Case, Micro
 from seqpar import plan_batch
-from seqpar.facts.intervals import Runs, cut
+from seqpar.facts.intervals import Runs, cut, summed
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import area_of, summed
+from seqpar.plan.counts import area_of
 
 Schedule = list[Micro] | None
 SLACK = 1 / 4  # rows of a rank above the mean that this package's plans may have

@@ -95,6 +95,13 @@ def edges(counts: Ints) -> Ints:
     return frozen(edge)
 
 
+def summed(index: Ints, values: Ints, size: int) -> Ints:
+    """For each index the sum of its values."""
+    result = np.zeros(size, np.int64)
+    np.add.at(result, index, values)
+    return result
+
+
 def distinct(values: Ints) -> Ints:
     """The distinct values, ascending. By sorting: a hash table of a few thousand values is slower."""
     values = np.sort(values)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.facts.bands import meetings
-from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, interval_of, order_of, union
+from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, interval_of, order_of, summed, union
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
@@ -133,13 +133,6 @@ def counts_of(
         pieces=pieces, near=summed(group, near, groups), far=summed(group, area - near, groups), keys=moved.fetched(),
         entering=entering, sent=moved.sent(), leaving=leaving, most=most,
     )  # fmt: skip
-
-
-def summed(index: Ints, values: Ints, size: int) -> Ints:
-    """For each index the sum of its values."""
-    result = np.zeros(size, np.int64)
-    np.add.at(result, index, values)
-    return result
 
 
 def _pieces(mask: Mask, layout: Layout, width: int) -> tuple[Runs, Ints, Ints]:

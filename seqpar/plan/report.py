@@ -104,11 +104,16 @@ def _spread(load: Load) -> list[str]:
     lines: list[tuple[str, ...]] = [("of a rank", *QUANTILES, "mean", "max/mean")]
     for name, values in facts.items():
         if values is not None:
-            order, mean = np.sort(values), values.mean()
-            shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
-            ratio = f"{order[-1] / mean:.3f}" if mean else "-"
-            lines.append((name, *(f"{v:,.0f}" for v in (*shown, mean)), ratio))
+            ratio = f"{values.max() / values.mean():.3f}" if values.any() else "-"
+            lines.append((name, *quantiles(values), ratio))
     return columns(lines, (-22, *(16,) * 6, 10))
+
+
+def quantiles(values: Ints | Floats) -> list[str]:
+    """`QUANTILES` and the mean."""
+    order = np.sort(values)
+    shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
+    return [f"{x:,.0f}" for x in (*shown, values.mean())]
 
 
 def _by_rank(plan: Derived, load: Load) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_of
+from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_of, summed
 from seqpar.facts.mask import Mask
 from seqpar.facts.trees import Paths
 from seqpar.facts.value import Ints, Memo, frozen
@@ -137,17 +137,12 @@ class DocumentRuns(Memo):
     @property
     def tokens(self) -> Ints:
         """Tokens that each rank holds; cached."""
-        return self.memo("tokens", lambda: self._of_ranks(self.count))
+        return self.memo("tokens", lambda: frozen(summed(self.rank, self.count, self.ranks)))
 
     @property
     def leaving(self) -> Ints:
         """Rows of each rank in runs that others continue; cached."""
-        return self.memo("leaving", lambda: self._of_ranks(self.count * ~self.closes))
-
-    def _of_ranks(self, values: Ints) -> Ints:
-        total = np.zeros(self.ranks, np.int64)
-        np.add.at(total, self.rank, values)
-        return frozen(total)
+        return self.memo("leaving", lambda: frozen(summed(self.rank, self.count * ~self.closes, self.ranks)))
 
     def relaid(self) -> DocumentRuns:
         """The runs of a contiguous layout with as many tokens on each rank; cached."""

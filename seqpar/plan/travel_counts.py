@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import edges, interval_of
+from seqpar.facts.intervals import edges, interval_of, summed
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import summed
 from seqpar.plan.runs import DocumentRuns
 
 

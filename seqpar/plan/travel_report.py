@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from seqpar.facts.value import Ints
 from seqpar.plan.derive import Derived
 from seqpar.plan.recurrence import LayerBytes, RecurrentLayer
-from seqpar.plan.report import QUANTILES, RANKS, columns
+from seqpar.plan.report import QUANTILES, RANKS, columns, quantiles
 from seqpar.plan.runs import DocumentRuns, check_unbranched
 from seqpar.plan.travel import (
     LATENCY,
@@ -82,10 +82,7 @@ def describe(
     facts = _facts(runs, of_layer, way, halo)
     if plan.ranks > RANKS:
         table: list[tuple[str, ...]] = [("of a rank", *QUANTILES, "mean")]
-        for name, values in facts.items():
-            order = np.sort(values)
-            shown = [order[round(part * (order.size - 1))] for part in (0, 0.1, 0.5, 0.9, 1)]
-            table.append((name, *(f"{x:,.0f}" for x in (*shown, values.mean()))))
+        table += [(name, *quantiles(values)) for name, values in facts.items()]
         return "\n".join([*lines, *columns(table, (-22, *(14,) * 6))])
     table = [("rank", *facts)]
     table += [(f"{rank}", *(f"{x[rank]:,}" for x in facts.values())) for rank in range(plan.ranks)]

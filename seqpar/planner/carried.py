@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqpar.facts.intervals import summed
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import summed
 from seqpar.plan.recurrence import LayerBytes, LayerWork
 from seqpar.plan.residence import Residence
 from seqpar.plan.runs import DocumentRuns

@@ -25,10 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.facts.intervals import summed
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import Tally, summed, tally
+from seqpar.plan.counts import Tally, tally
 from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.routes import TAPERED
 from seqpar.plan.traffic import DTYPE_BYTES

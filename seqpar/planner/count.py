@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.intervals import Runs, cut, interval_of
+from seqpar.facts.intervals import Runs, cut, interval_of, summed
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
-from seqpar.plan.counts import Tally, area_of, areas_of, counts_of, seen_again, summed, whole_runs
+from seqpar.plan.counts import Tally, area_of, areas_of, counts_of, seen_again, whole_runs
 from seqpar.planner.place import Placement
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqpar.facts.intervals import distinct, edges
+from seqpar.facts.intervals import distinct, edges, summed
 from seqpar.facts.value import Ints
 from seqpar.planner.cost import Layers
 from seqpar.planner.count import areas
@@ -39,8 +39,7 @@ def in_line(batch: Documents, ranks: int, *, room: Ints) -> Placement:
     start, count = breaks[:-1], np.diff(breaks)
     document = offsets.searchsorted(start, side="right") - 1
     rank = border[1:].searchsorted(start, side="right")
-    busy = np.zeros(ranks, np.int64)
-    np.add.at(busy, rank, batch.ticks[document] // batch.lengths[document] * count)
+    busy = summed(rank, batch.ticks[document] // batch.lengths[document] * count, ranks)
     pieces = Pieces(document, start - offsets[document], count, rank)
     return Placement(pieces, np.ones_like(batch.lengths), int(busy.max()))
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqpar.facts.intervals import summed
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import summed
 from seqpar.planner.groups import least_loaded
 from seqpar.planner.place import Documents, Pieces, Placement
 

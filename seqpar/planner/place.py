@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.facts.intervals import distinct, edges
+from seqpar.facts.intervals import distinct, edges, summed
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import summed
 from seqpar.planner.groups import Fetching, RankShares, beyond, borders, grouped, least_loaded
 
 FEW = 64  # fewer rows on a rank are not worth their fetched keys

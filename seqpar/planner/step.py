@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from seqpar.facts.intervals import summed
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen, integer
 from seqpar.plan import Plan
@@ -118,7 +119,7 @@ def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | N
             f"{int(lengths.sum()):,}; give at least {parts}"
         )
     evened = [_evened(target, lengths, ticks, capacity, parts) for target in ways]
-    target = min(evened, key=lambda target: int(_sums(target, ticks, parts).max()))
+    target = min(evened, key=lambda target: int(summed(target, ticks, parts).max()))
     return [frozen(np.flatnonzero(target == part)) for part in range(parts)]
 
 
@@ -130,13 +131,6 @@ def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> 
     if not targets and (target := _best_fit(lengths, capacity, parts)) is not None:
         targets = [target]
     return targets
-
-
-def _sums(target: Ints, values: Ints, parts: int) -> Ints:
-    """Sums of values per micro-batch, int64 [parts]."""
-    sums = np.zeros(parts, np.int64)
-    np.add.at(sums, target, values)
-    return sums
 
 
 def _descending(cost: Ints, lengths: Ints) -> list[int]:
@@ -181,7 +175,7 @@ def _best_fit(lengths: Ints, capacity: int, parts: int) -> Ints | None:
 
 def _evened(target: Ints, lengths: Ints, ticks: Ints, capacity: int, parts: int) -> Ints:
     """The micro-batches with documents traded between the slowest and the fastest while that evens them out."""
-    load, used = _sums(target, ticks, parts), _sums(target, lengths, parts)
+    load, used = summed(target, ticks, parts), summed(target, lengths, parts)
     for _ in range(8 * parts):
         most, least = int(load.argmax()), int(load.argmin())
         many, few = (np.flatnonzero(target == part) for part in (most, least))

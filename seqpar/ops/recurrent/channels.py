@@ -16,10 +16,11 @@ from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentSpec, choose
 from seqpar.ops.attention.source import values_of
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import channel_bytes, channel_dims, check_channels
 from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated
+from seqpar.ops.recurrent.recompute import fake_gradients
 from seqpar.plan import Plan
 
 
@@ -103,12 +104,6 @@ def _fake(queries: Any, keys: Any, update: Tensor, decay: Any, rates: Any, initi
     return update.new_empty(update.shape), states, ticket
 
 
-def _fake_back(*arguments: Any) -> tuple[Tensor, ...]:
-    _, _, *tensors, _, needs = arguments
-    pairs = zip(tensors, needs, strict=True)
-    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded(tensors) for x, need in pairs)
-
-
 CHANNELS = CollectiveOp("channel_scan", _channels, back=_channels_back)
 CHANNELS.define(
     6,
@@ -121,5 +116,5 @@ CHANNELS.define_back(
     "(Tensor? dout, Tensor? dstates, Tensor? queries, Tensor? keys, Tensor update, Tensor decay, Tensor? rates, "
     "Tensor? initial_state, Tensor ticket, bool[] needs) "
     "-> (Tensor dqueries, Tensor dkeys, Tensor dupdate, Tensor ddecay, Tensor drates, Tensor dinitial)",
-    _fake_back,
+    fake_gradients(2),
 )

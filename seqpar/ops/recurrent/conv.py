@@ -26,12 +26,12 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys, plan_fact
 from seqpar.ops.core.autocast import autocasts, no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
-from seqpar.ops.recurrent.recompute import gradients
+from seqpar.ops.recurrent.recompute import fake_gradients, gradients
 from seqpar.ops.recurrent.relaid import ContiguousRows
 from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, rank_runs
 from seqpar.plan import Plan
@@ -232,13 +232,6 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[T
     return x.new_empty(x.shape), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _fake_back(
-    dy: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    pairs = zip((x, weight, bias), needs, strict=False)
-    return tuple(t.new_empty(t.shape) if t is not None and need else unneeded([x]) for t, need in pairs)
-
-
 CONV = CollectiveOp("causal_conv1d", _conv, back=_conv_back)
 CONV.define(
     3,
@@ -249,5 +242,5 @@ CONV.define(
 CONV.define_back(
     "(Tensor? dy, Tensor x, Tensor weight, Tensor? bias, Tensor ticket, bool[] needs) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _fake_back,
+    fake_gradients(1),
 )

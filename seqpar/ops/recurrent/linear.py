@@ -13,10 +13,11 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentSpec, choose
 from seqpar.ops.attention.source import values_of
 from seqpar.ops.core.autocast import autocasts
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
 from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated
+from seqpar.ops.recurrent.recompute import fake_gradients
 from seqpar.plan import Plan
 
 
@@ -113,12 +114,6 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, 
     return v.new_empty(v.shape), v.new_empty(0, v.shape[1], q.shape[2], v.shape[2], dtype=acc_dtype(v.dtype)), ticket
 
 
-def _fake_back(*arguments: Any) -> tuple[Tensor, ...]:
-    _, _, *tensors, _, needs = arguments
-    pairs = zip(tensors, needs, strict=True)
-    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded(tensors) for x, need in pairs)
-
-
 LINEAR = CollectiveOp("linear_attention", _linear, back=_linear_back)
 LINEAR.define(
     6,
@@ -131,5 +126,5 @@ LINEAR.define_back(
     "(Tensor? dout, Tensor? dstates, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, "
     "Tensor? initial_state, Tensor ticket, bool[] needs) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dbeta, Tensor dinitial)",
-    _fake_back,
+    fake_gradients(2),
 )

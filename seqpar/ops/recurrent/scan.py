@@ -19,11 +19,12 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
 from seqpar.ops.core.autocast import no_autocast
-from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
 from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.repetition import check_repetition
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
+from seqpar.ops.recurrent.recompute import fake_gradients
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
 from seqpar.plan.recurrence import LayerBytes
@@ -148,13 +149,6 @@ def _fake(states: Tensor, maps: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     )
 
 
-def _fake_back(
-    dentered: Tensor | None, states: Tensor, maps: Tensor, entered: Tensor, ticket: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    pairs = zip((states, maps), needs, strict=True)
-    return tuple(x.new_empty(x.shape) if need else unneeded([states]) for x, need in pairs)
-
-
 SCAN = CollectiveOp("state_scan", _scan, back=_scan_back, reads_results=True)
 SCAN.define(
     2,
@@ -164,5 +158,5 @@ SCAN.define(
 SCAN.define_back(
     "(Tensor? dentered, Tensor states, Tensor maps, Tensor entered, Tensor ticket, bool[] needs) "
     "-> (Tensor dstates, Tensor dmaps)",
-    _fake_back,
+    fake_gradients(1),
 )
