@@ -260,7 +260,7 @@ class _Pool:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect after the block: while a process starts, it would leave one that nobody knows of."""
+    """Ctrl-C takes effect after the block: while a process starts, it would leave a process that is not recorded."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is None:  # others cannot set handlers, nor restore one of C
         yield

@@ -1,6 +1,6 @@
 """Recurrent layers over the rows of a plan: linear attention, delta rules, state spaces and short convolutions.
 
-They run beside attention under the same plan, whatever its layout is. Softmax layers send keys; these send, at each cut
+They run next to attention with the same plan, for any layout. Softmax layers send keys; these send, at each cut
 inside a document, a state and the few rows that a filter reads::
 
     y = recurrent.causal_conv1d(x, weight, bias, plan, comm, activation="silu")

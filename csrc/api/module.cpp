@@ -11,7 +11,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, sp_task task, void*
   STD_TORCH_CHECK(torch_parallel_for(begin, end, grain, task, context) == 0, "seqpar: a parallel loop of torch failed");
 }
 
-// Looked up by name: a library linked with libtorch_cuda does not load beside a CPU-only torch.
+// Looked up by name: a library linked with libtorch_cuda does not load with a CPU-only torch.
 void* current_stream(int32_t device) {
   using Shim = int32_t (*)(int32_t, void**);
   static Shim shim = [] {

@@ -190,7 +190,7 @@ Results computed(const Case& c, int isa, sp_parallel_for parallel_for) {
   return r;
 }
 
-// The largest difference, beside the largest value; infinite where only one is NaN.
+// The largest difference, relative to the largest value; infinite where only one is NaN.
 double distance(const Values& got, const Values& want) {
   double size = 1, most = 0;
   for (size_t i = 0; i < want.size(); ++i) {

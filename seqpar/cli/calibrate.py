@@ -31,7 +31,7 @@ SIZES = {
     "cpu": ((1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), (1 << 18, 1 << 23)),
     "cuda": ((1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28), (1 << 22, 1 << 27)),
 }
-HOP = 1 << 22  # bytes of the exchange that runs beside a computation
+HOP = 1 << 22  # bytes of the exchange that runs during a computation
 TOKENS = {"cpu": ((256, 1024), (512,)), "cuda": ((2048, 8192), (4096,))}
 
 EXAMPLES = """examples:
@@ -129,7 +129,11 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     about = environment(device) | {
         "model": model.name, "device": device.type, "ranks": ranks, "kernel": measure.kernel_for(model, device),
     }  # fmt: skip
-    nodes = "; links between nodes were not measured and are taken to be those inside" if "across" not in fits else ""
+    nodes = (
+        "; links between nodes were not measured and are assumed to equal links inside a node"
+        if "across" not in fits
+        else ""
+    )
     hardware = Hardware(
         name=about["machine"],
         source=f"measured by seqpar calibrate on {about['machine']} at {about['time']} with {model.name}{nodes}",
@@ -246,7 +250,7 @@ def show(data: dict[str, Any]) -> None:
         name: f"{data[name]['bandwidth'] / 1e9:.2f} GB/s after {data[name]['latency'] * 1e6:.0f} us"
         for name in ("inside", "across")
     }
-    values["inside"] += f"; {data['hidden']:.0%} of it passes beside computing"
+    values["inside"] += f"; {data['hidden']:.0%} of it overlaps with computation"
     rows: list[Sequence[object]] = []
     for name, value in values.items():
         error = about["errors"].get(name)

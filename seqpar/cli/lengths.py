@@ -50,7 +50,7 @@ def _exists(source: str) -> bool:
 def _listed(where: str, text: str, column: str | None) -> list[int]:
     """Lengths of a text of integers, separated by blanks, commas or line ends."""
     if column is not None:
-        raise CommandError(f"--column {shown(column)} is for CSV, JSON, JSONL and Parquet; {where} has integers alone")
+        raise CommandError(f"--column {shown(column)} is for CSV, JSON, JSONL and Parquet; {where} has only integers")
     lengths = []
     for number, line in enumerate(text.splitlines(), 1):
         if re.search(r",\s*,|^\s*,", line):

@@ -91,7 +91,7 @@ class SingleRankComm(LocalComm):
         return self._made[key][0]
 
     def sub(self, ranks: Sequence[int]) -> SingleRankComm:
-        """This comm: in a plan with one rank per head group nobody exchanges with it."""
+        """This comm: in a plan with one rank per head group no other rank exchanges with it."""
         return self
 
     def gather(self, what: str, value: Any, error: Exception | None = None, **_: Any) -> list[Any]:

@@ -109,7 +109,9 @@ def add_command(commands: Any) -> None:
     planner.add_argument("--max-tokens-per-rank", type=integer, metavar="N", help="a limit in addition to memory")
     fixed = parser.add_argument_group("with another layout")
     fixed.add_argument(
-        "--transport", choices=("fetch", "ring", "double_ring", "gather"), help="how keys travel (default: fetch)"
+        "--transport",
+        choices=("fetch", "ring", "double_ring", "gather"),
+        help="how keys reach other ranks (default: fetch)",
     )
     fixed.add_argument("--ulysses", type=integers, metavar="U", help="Ulysses width, or one per document (default: 1)")
     fixed.add_argument("--heads", type=integer, help="query heads of the layer whose bytes are counted (default: 32)")

@@ -88,7 +88,7 @@ def print_torchrun(args: argparse.Namespace) -> int:
 
 
 def find_example(name: str) -> Path:
-    """The path of an example: inside the installed package, or beside the package in its source tree.
+    """The path of an example: inside the installed package, or next to the package in its source tree.
 
     Raises: CommandError naming both places.
     """
@@ -100,7 +100,7 @@ def find_example(name: str) -> Path:
 
 
 def load(script: Path) -> ModuleType:
-    """Import an example as a module; it can import the examples beside it."""
+    """Import an example as a module; it can import the examples next to it."""
     name = f"seqpar_example_{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None and spec.loader is not None

@@ -36,7 +36,7 @@ def check_arguments(name: str, timeout: Any, check: Any) -> None:
 def check_pool(name: str, pool_bytes: Any) -> None:
     """Raise ValueError, beginning with `name`, for a pool size that is not a positive integer, or above any memory."""
     if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, Integral) or not 1 <= int(pool_bytes) <= MOST_BYTES:
-        raise ValueError(f"{name}: pool_bytes={pool_bytes!r}, expected at least 1, at most 2**62, and a whole number")
+        raise ValueError(f"{name}: pool_bytes={pool_bytes!r}, expected an integer from 1 to 2**62")
 
 
 def check_descriptors(name: str, count: int) -> None:

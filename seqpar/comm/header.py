@@ -73,7 +73,7 @@ def mismatch(
         if why := refused(rank, header):
             return (
                 f"rank {rank} {why}{DEAD}, since ranks had agreed on such a call before; give "
-                'what it expects, or a comm with check="call", which lives on'
+                'what it expects, or use a comm with check="call", which remains usable'
             )
     names = {(tag.digest, tag.phase): tag.name for tag in before if tag.phase >= 0}
     verbs = {digest: name.partition(" (")[0] for (digest, _), name in names.items() if name}
@@ -92,7 +92,7 @@ def mismatch(
     elif sent.digest != expected.digest and (sent.call, sent.phase) == (expected.call, expected.phase):
         note = " (the same call, with another plan, dtype, number of heads or option)"
     return (
-        f"ranks {sender} and {receiver} do not meet: rank {sender} sent for {words(sent)}, rank {receiver} "
+        f"ranks {sender} and {receiver} make different calls: rank {sender} sent for {words(sent)}, rank {receiver} "
         f"receives for {words(expected)}{note}{DEAD}; make the same calls in the same order on all ranks, with equal "
         'plans, dtypes and heads, which a comm with check="call" compares and names'
     )

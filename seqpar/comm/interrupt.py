@@ -16,7 +16,7 @@ LOOKING = 0.5  # seconds between two looks
 
 
 class Interrupt:
-    """A thread beside the waits between `begin` and `end`.
+    """A thread that runs during the waits between `begin` and `end`.
 
     give_up: ends the wait after Ctrl-C; called on that thread with the awaited object. Nobody listens for Ctrl-C while
     other threads wait, which get no signals, nor if the program has its own handler, since it may continue afterwards.

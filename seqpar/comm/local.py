@@ -166,7 +166,7 @@ class _World:
             for peer, its_call in agreement.calls.items():
                 if not its_call.startswith(kind):
                     pair = f"rank {peer} is in the {its_call}, rank {rank} in the {call}"
-                    self.fail(rank, f"ranks {peer} and {rank} do not meet: {pair}")
+                    self.fail(rank, f"ranks {peer} and {rank} make different calls: {pair}")
                     self.give_up(rank, f"in the {call}")
             agreement.calls[rank], agreement.claims[rank] = call, claim
             for peer in ranks:
@@ -224,7 +224,7 @@ class _World:
             return
         pair = f"rank {sender.rank} is in {sender}, rank {receiver.rank} in {receiver}"
         if sender.key != receiver.key:
-            self.fail(sender.rank, f"ranks {sender.rank} and {receiver.rank} do not meet: {pair}")
+            self.fail(sender.rank, f"ranks {sender.rank} and {receiver.rank} make different calls: {pair}")
             return
         source, target = sender.sends.get(receiver.rank, []), receiver.recvs.get(sender.rank, [])
         sent, expected = ([f"{str(t.dtype)[6:]}{list(t.shape)}" for t in several] for several in (source, target))
@@ -430,7 +430,7 @@ class LocalComm(CommBase[_LocalChannel]):
         return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what, hint=hint)
 
 
-_warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms that `warn_alone` has told of
+_warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms that `warn_alone` has named
 
 
 def warn_alone(comm: Comm, who: str, *, stacklevel: int) -> None:

@@ -17,7 +17,7 @@ of the pair carry. So on several nodes each one has a communicator for the pairs
 An exchange may be in both lanes. Neither waits for the other: a stream waits for what the rank's current stream held
 when a batch was posted, and the current one for both lanes of an exchange. Every rank posts the exchanges of a comm in
 one order, and of each those across nodes first. So the batches of all ranks have one order that holds in both lanes,
-and the first one that is not complete has nothing left to wait for, whether the device runs two kernels of NCCL beside
+and the first one that is not complete has nothing left to wait for, whether the device runs two kernels of NCCL next to
 each other or starts them one by one as they were posted.
 """
 
@@ -164,7 +164,7 @@ class Nccl:
 
 
 def mark(gpu: torch.device, ranges: Sequence[Range]) -> None:
-    """Set all bits of this memory, NaN in floating point, beside what the GPU's other streams wait for.
+    """Set all bits of this memory, NaN in floating point, while the GPU's other streams wait.
 
     The kernels that read it come after those that wait, so a loss that is computed from what never came is NaN, and
     looks like a fault. The memory is the comm's own until then: the allocator reuses it in the order of the streams.

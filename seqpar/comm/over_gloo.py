@@ -56,7 +56,7 @@ class _Announced(NamedTuple):
 def _announced(scope: int, tag: Tag, tensors: Sequence[Tensor], *, mutual: bool) -> _Announced:
     """The messages of a pair's tensors. mutual: whether the peers send to each other in this exchange.
 
-    A rank that only sends learns from its tensors that nobody receives them; a header is received by any exchange.
+    A rank that only sends learns from its tensors that they are not received; a header is received by any exchange.
     """
     header, count = Header.of(scope, tag, tensors), 0
     if mutual:

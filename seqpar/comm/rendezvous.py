@@ -122,7 +122,7 @@ class Rendezvous:
 
     def _missed(self, missing: list[int], seconds: float) -> PeerError:
         return PeerError(
-            f"{self._name}: rank {self._rank} waited {seconds:g} s for ranks {missing} to come to its "
+            f"{self._name}: rank {self._rank} waited {seconds:g} s for ranks {missing} to call its "
             "constructor, which is collective; make it on every rank of the group"
         )
 

@@ -100,7 +100,7 @@ def filled(bands: tuple[Band, ...]) -> tuple[Band, ...]:
 
 
 class Meetings(NamedTuple):
-    """Pieces of queries beside runs of keys; some query of the piece sees some key of the run.
+    """Pieces of queries with runs of keys; some query of the piece sees some key of the run.
 
     piece: of queries, each inside one span. Its row t sees the keys ``[lo + t * lo_step, hi + t * hi_step)`` between
     ``low`` and ``high`` if ``t < rows``; steps count rows of the piece.

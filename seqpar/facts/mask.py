@@ -44,12 +44,12 @@ class Mask(Fact):
     """Packed documents; each attends to itself.
 
     lengths: tokens of each document; one of 0 holds no row, and documents are numbered without it, here as everywhere.
-    causal: query ``i`` of a document sees its keys up to its own. window: (left, right), the keys seen beside the
-    query's own; None for no limit; ``right`` must be None or 0 if causal. sink_tokens: the first keys of each document,
-    which all its queries see beside the window, up to their own key if causal. kv_lengths: keys of each document, where
-    they differ from its queries in number. The last query is then aligned with the last key, as in FlashAttention: with
-    2 queries on 5 keys, causal query 0 sees keys 0 to 3. If causal, queries before the first key see nothing. Documents
-    of queries or keys alone are numbered.
+    causal: query ``i`` of a document sees its keys up to its own. window: (left, right), the keys seen on each side of
+    the query's own; None for no limit; ``right`` must be None or 0 if causal. sink_tokens: the first keys of each
+    document, which all its queries see in addition to the window, up to their own key if causal. kv_lengths: keys of
+    each document, where they differ from its queries in number. The last query is then aligned with the last key, as in
+    FlashAttention: with 2 queries on 5 keys, causal query 0 sees keys 0 to 3. If causal, queries before the first key
+    see nothing. Documents of queries or keys alone are numbered.
 
     Raises: ValueError for lengths without a token, negative ones or those of cu_seqlens, lists of unequal length, a
     negative window, or a window to the right of a causal mask.
@@ -184,7 +184,7 @@ class Mask(Fact):
             return NotImplemented
         if not all(map(np.array_equal, (self.lengths, self.kv_lengths), (other.lengths, other.kv_lengths))):
             raise ValueError(
-                f"a union is of masks of the same lengths and kv_lengths, got {self._sizes()} | {other._sizes()}; make "
+                f"a union needs masks of the same lengths and kv_lengths, got {self._sizes()} | {other._sizes()}; make "
                 "both for the same batch"
             )
         if self.paths and other.paths and not self.same_paths(other):
@@ -431,7 +431,7 @@ class Mask(Fact):
         plot(self.shown(), path)
 
     def shown(self) -> MaskPicture:
-        """What pictures show of the mask, here and beside a plan."""
+        """What pictures show of the mask, here and next to a plan."""
         return MaskPicture(repr(self), self.bands, self._areas(), self.offsets, self.kv_offsets, self.paths)
 
     def __repr__(self) -> str:

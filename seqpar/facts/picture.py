@@ -1,4 +1,4 @@
-"""The picture of a mask: which keys a query sees, by band; beside it, for a tree, the nodes on each query's path."""
+"""The picture of a mask: which keys a query sees, by band; next to it, for a tree, the nodes on each query's path."""
 
 from __future__ import annotations
 

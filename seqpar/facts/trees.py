@@ -1,7 +1,7 @@
 """Trees of tokens: a query sees the tokens on the path from the root of its tree to itself.
 
 Nodes come in depth-first order, so every subtree is one range of tokens. A prompt of 2 tokens, a thought of 1 token
-with answers of 2 and 1 tokens, and an answer of 1 token beside the thought::
+with answers of 2 and 1 tokens, and an answer of 1 token next to the thought::
 
     nodes     0 0 1 2 2 3 4      lengths [2, 1, 2, 1, 1], parents [-1, 0, 1, 1, 0]
     token     0 1 2 3 4 5 6
@@ -33,7 +33,7 @@ class Paths(NamedTuple):
     start: Ints
     end: Ints  # of the subtree
     depth: Ints
-    left: int | None = None  # the tokens that a query sees along its path beside itself; None for all
+    left: int | None = None  # the tokens that a query sees along its path before itself; None for all
     alone: bool = True  # False in a union, in which queries see other tokens too
 
     def depths(self, at: Ints) -> Ints:
@@ -98,7 +98,7 @@ class Paths(NamedTuple):
         return stop[leaf], (self.depth + stop - self.start)[leaf]
 
     def within(self, left: int) -> bool:
-        """Whether no query sees more than ``left`` tokens along its path beside itself."""
+        """Whether no query sees more than ``left`` tokens along its path before itself."""
         return left >= self.leaves()[1].max() - 1 or (self.left is not None and left >= self.left)
 
 
@@ -228,7 +228,7 @@ def _depth_first(parents: list[int]) -> list[int]:
         ahead += children[order[-1]]
     if len(order) < len(parents):
         lost = min(set(range(len(parents))) - set(order))
-        raise ValueError(f"parents lead from node {lost} round in a circle, and to no root; give a root the parent -1")
+        raise ValueError(f"parents lead from node {lost} in a cycle and not to a root; give a root the parent -1")
     return order
 
 

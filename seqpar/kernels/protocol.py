@@ -185,7 +185,7 @@ class Kernel(Protocol):
         ...
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """What the kernel rounds beside its results, so that "auto" needs `CallSpec.fast`; None if nothing."""
+        """What the kernel rounds in addition to its results, so that "auto" needs `CallSpec.fast`; None if nothing."""
         return None
 
     def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:

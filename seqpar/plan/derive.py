@@ -1,8 +1,8 @@
 """What every rank derives from a plan without a message: rows, degrees, steps and bytes, equal on all ranks.
 
 A call consists of parts, one for each Ulysses width among the documents. A part consists of steps: in each, keys arrive
-and queries attend to them. `residence` locates the documents, `parts` is the head trade, `routes` and `hierarchy` move
-keys inside a part. This file numbers the steps of one rank::
+and queries attend to them. `residence` locates the documents, `parts` is the exchange of tokens for heads, `routes` and
+`hierarchy` move keys inside a part. This file numbers the steps of one rank::
 
     widths 1 and 4, "fetch"    |        part of width 1         |        part of width 4         |
     step                       |  0 own keys  | 1 | 2 | ...     |  n own keys  | n + 1 | ...     |

@@ -66,7 +66,7 @@ def fetch_by_node(demand: Demand, home: int, own_keys: Ints, stage_rows: int, in
         return
     first, *rest = fetch(shares.rest, home, own_keys, stage_rows)
     turns = list(_turns(demand, shares, home, own_keys, inner))
-    # The first keys enter while fetched keys are computed; the last gradients leave beside those of fetched keys.
+    # The first keys enter while fetched keys are computed; the last gradients leave with those of fetched keys.
     yield first._replace(entry=turns[0][0])
     for n, (_, route) in enumerate(turns):
         yield route._replace(entry=turns[n + 1][0] if n + 1 < len(turns) else None)

@@ -1,4 +1,4 @@
-"""The head trade: ``width`` consecutive ranks trade tokens for heads on the way in, and back on the way out.
+"""The head trade: ``width`` consecutive ranks exchange tokens for heads, and on the way out heads for tokens.
 
 Inside, a rank has the rows of all members in position order, for its own share of the heads. Ranks with the same share
 ``s``, one per group, then exchange keys. Two ranks that trade, with positions 0 to 6 and 8 heads::

@@ -29,8 +29,8 @@ class Plan(Derived):
     """Who computes which queries, with whose keys, for one batch.
 
     layout: where query rows are held. kv_layout: where keys are held, if not with the queries; required if their
-    numbers differ. ulysses: how many consecutive ranks trade tokens for heads; it divides the ranks. One number, or one
-    per document; in a list, documents on a single rank keep width 1 and move nothing. transport: how keys travel
+    numbers differ. ulysses: how many consecutive ranks exchange tokens for heads; it divides the ranks. One number, or
+    one per document; in a list, documents on a single rank keep width 1 and move nothing. transport: how keys travel
     between groups. node: consecutive ranks per node. Ulysses groups must then lie inside a node; under "fetch" a key
     enters a node once; "double_ring" takes it as its inner ring (by default the largest divisor of the ranks up to
     their square root). stage_bytes: the most that one fetched stage of keys and values may take. rows: rows of each

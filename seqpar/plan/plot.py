@@ -176,7 +176,7 @@ def degrees(axis: Any, plan: Derived) -> None:
     axis.grid(color=EDGE, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.set(title="Degree of every document", xlabel="tokens of the document", ylabel="ranks that hold some of it")
-    columns = 2 if plan.mask.plain else 1  # beside a mask there is less room
+    columns = 2 if plan.mask.plain else 1  # next to a mask there is less room
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, fontsize=8.5)
 
 

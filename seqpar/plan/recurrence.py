@@ -10,10 +10,10 @@ products that take as long.
 `LayerWork` is what a layer computes while states travel, in bytes that a rank's link moves in that time. A head of a
 row takes, in forward, ``6 K V + 4 C (K + V)`` operations; a training step computes it twice in forward and twice as
 much in backward, so a direction takes twice that on average. What a run does to a state takes half of it, and with
-matrices as maps, which are K more columns beside the V of the state, ``(V + K) / V`` times that half. With a state for
-each channel an element of it takes a row as long as `STEP` operations, and what a run does to it comes with that, but
-for one step a chunk. A device computes some heads at once: as many as threads on the CPU, which the fewer heads of a
-block leave idle otherwise, and `WIDTH` on a GPU, where all of them go from chunk to chunk together.
+matrices as maps, which are K more columns in addition to the V of the state, ``(V + K) / V`` times that half. With a
+state for each channel an element of it takes a row as long as `STEP` operations, and what a run does to it comes with
+that, but for one step a chunk. A device computes some heads at once: as many as threads on the CPU, which the fewer
+heads of a block leave idle otherwise, and `WIDTH` on a GPU, where all of them go from chunk to chunk together.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _paths(mask: Mask) -> list[str]:
         return []
     _, tokens = mask.paths.leaves()
     return [
-        f"{tokens.size:,} paths from roots to leaves, up to {tokens.max():,} tokens long; as documents of their own "
+        f"{tokens.size:,} paths from roots to leaves, up to {tokens.max():,} tokens long; as separate documents "
         f"they would have {tokens.sum():,}"
     ]
 
@@ -129,7 +129,7 @@ def _by_rank(plan: Derived, load: Load) -> list[str]:
         ratio = f"{computed * plan.ranks / area:.2f}" if area else "-"
         row = (f"{plan.rows(rank):,}", f"{plan.layout.tokens(rank):,}", f"{computed:,.0f}", ratio, f"{keys:,}")
         lines.append((f"{rank}", *row, f"{len(peers)}", f"{sum(bool(s.local or s.moves) for s in steps)}"))
-    note = "steps are those for keys and values of 4 KiB a token, more if they are larger"
+    note = "steps are counted for keys and values of 4 KiB per token; larger ones take more"
     return [note, *columns(lines, (5, 10, 10, 18, 9, 10, 6, 7))]
 
 
@@ -167,7 +167,7 @@ def _merging(plan: Derived, shown: bool) -> str:
     return (
         f"merged over {f'up to {most}' if most else 'several'} steps in float32, or float64; a kernel that rounds its "
         "results (aten_flash, cudnn, flash2, flash3, flash4) rounds each of them, so auto takes none of these, except "
-        'with accuracy="fast", for at most 1.5 times the error of one step'
+        'with accuracy="fast", which allows 1.5 times the error of one step'
     )
 
 

@@ -18,7 +18,7 @@ pipeline a run is computed once, from the state that enters it, and ranks wait f
 Costs are in bytes: those of the busiest rank; `LATENCY` for each exchange that follows another one; and what a link
 moves while a rank computes more than it would alone, or waits for others' computation. In a chain and a gather the
 busiest rank computes states and maps beforehand. In a pipeline of B blocks the last of n hops begins after n blocks of
-a run, so with W for the work of the longest run's rows, in bytes, and `LATENCY` L, beside the bytes::
+a run, so with W for the work of the longest run's rows, in bytes, and `LATENCY` L, in addition to the bytes::
 
     n (W / B + L + S / B) + (B - 1) L
 

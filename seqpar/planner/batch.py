@@ -390,7 +390,7 @@ def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> 
     each = counted_each(layers, placed, ranks=ranks, node=node)
     for placement, plain in zip(placed, each, strict=True):
         once = None
-        # a few rows fetched at the borders of ranks are not worth forwarding, which costs steps and planning time
+        # a few rows fetched at the borders of ranks are not forwarded, which would cost steps and planning time
         if node < ranks and ranks % node == 0 and plain.crossing * 64 > int(plain.rows.sum()) * layers_in(layers):
             layout = layout_of(layers[0][0], placement.pieces, ranks)
             once = counted(layers, layout, widths=placement.widths, node=node, forwarded=True)

@@ -188,7 +188,7 @@ def _alone(c: _Config, types: list[str]) -> dict[str, Any]:
     ffns, experts = types.count("mlp"), types.count("moe")
     if experts and (ffns or c.get("moe_latent_size") is not None):
         raise ValueError(
-            f"{ffns} layers with an ffn beside {experts} with experts, or experts of a latent size, are not known; "
+            f"{ffns} layers with an ffn and {experts} with experts, or experts of a latent size, are not known; "
             "build a ModelShape"
         )
     return {"ffn_layers": ffns + experts, "gated": False}

@@ -146,7 +146,7 @@ class Weights:
 
     @property
     def query(self) -> int:
-        """Ticks of a query row beside its pairs, forward and backward."""
+        """Ticks of a query row in addition to its pairs, forward and backward."""
         return self.forward.query + self.backward.query
 
     @property

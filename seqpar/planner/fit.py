@@ -151,7 +151,7 @@ def nonnegative(terms: ArrayLike, target: ArrayLike, what: str) -> tuple[Floats,
     scale = np.linalg.norm(a, axis=0)
     scaled = a / np.where(scale > 0, scale, 1.0)
     if np.linalg.matrix_rank(scaled, tol=1e-6) < columns:
-        raise ValueError(f"{what}: the measured rows do not tell its {columns} coefficients apart; vary them more")
+        raise ValueError(f"{what}: the measured rows do not determine its {columns} coefficients; vary them more")
     best, least = np.zeros(columns), float(b @ b)
     for size in range(1, columns + 1):
         for chosen in combinations(range(columns), size):

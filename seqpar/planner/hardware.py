@@ -356,7 +356,7 @@ def _a100() -> Hardware:
             "inside a node"
         ),
         kernel="triton",
-        assumed=f"Triton's rates, for which those of FlashAttention-2 stand in; {_HOP}",
+        assumed=f"Triton's rates, replaced by FlashAttention-2's; {_HOP}",
         attention=AttentionCost(rate=221.8e12, backward_rate=199.4e12, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 267.9e12,
         inside=_NVLINK3,
@@ -396,7 +396,7 @@ def _b200() -> Hardware:
             f"NVLink from DeepEP's dispatch on 8 GPUs (726 GB/s, 1/8 of it local), latency of an H100's; {_NDR_SOURCE}"
         ),
         kernel="triton",
-        assumed=f"Triton's rates, for which those of MagiAttention's kernel stand in, so attention is slower; {_HOP}",
+        assumed=f"Triton's rates, replaced by the higher ones of MagiAttention's kernel; {_HOP}",
         attention=AttentionCost(rate=1286e12, backward_rate=1067e12, **_FA2_ROWS),
         linear_rate=_OF_FASTEST * 1745e12,
         inside=_NVLINK5,

@@ -1,4 +1,4 @@
-"""Documents end to end over the ranks, so that a row stays beside its neighbours.
+"""Documents end to end over the ranks, so that a row stays next to its neighbours.
 
 Where a row sees the rows around it, as under windows, a cut anywhere in a document costs no more than the keys before
 it, and even rows are almost even work. No document is spread, and none is dealt zigzag::

@@ -30,7 +30,7 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.planner.groups import Fetching, RankShares, beyond, borders, grouped, least_loaded
 
-FEW = 64  # fewer rows on a rank are not worth their fetched keys
+FEW = 64  # fewer rows on a rank do not pay for their fetched keys
 
 
 class Documents(NamedTuple):

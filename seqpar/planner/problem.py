@@ -156,7 +156,7 @@ def lengths_in(batch: ArrayLike | Mask) -> Ints:
 def _masks_of_layers(mask: Mask, masks: object, shape: ModelShape) -> Mask | list[Mask]:
     """A batch's mask with the windows of the model's layers."""
     if masks is not None:
-        raise ValueError(f"the batch is given as {mask!r}, and masks besides; give one of the two")
+        raise ValueError(f"the batch is given as {mask!r}, and masks as well; give one of the two")
     if not shape.attention_count:
         return mask
     return [each for window, count in shape.window_groups() for each in [mask.windowed((window, None))] * count]

@@ -27,7 +27,7 @@ class ModelShape:
 
     windows: keys to the left of its own that a query sees, for layer after layer, cyclically; None means all. A config
         that counts the query's own key has one more.
-    experts: routed experts of a layer; `active_experts` of them compute a token, beside `shared_experts`, which
+    experts: routed experts of a layer; `active_experts` of them compute a token, in addition to `shared_experts`, which
         compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
     q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
         and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.

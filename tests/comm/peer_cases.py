@@ -172,7 +172,7 @@ def was_let_go(results):
     What rank 1 had launched already comes all the same, later: `stalled` looks for it after it looked for NaN.
     """
     said = [text for _, _, text in results]
-    named = all("in call 1 " in text and "what rank 1 sends" in text and "did not come" in text for text in said)
+    named = all("in call 1 " in text and "what rank 1 sends" in text and "did not arrive" in text for text in said)
     (first, given, _), (second, late, _) = results
     return named and max(first, second) < 0.5 and given[0] and any(late)
 

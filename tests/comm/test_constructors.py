@@ -23,8 +23,8 @@ FAILURES = [
     ("another machine", "shm", "ValueError", r"ranks \[1\] run on \['elsewhere'\]"),
     ("no extension", "shm", "NotImplementedError", "seqpar._C was not built"),
     ("no memory", "shm", "RuntimeError", "pool_bytes=4611686018427387904"),
-    ("no pool", "shm", "ValueError", "pool_bytes=0, expected at least 1"),
-    ("no such pool", "shm", "ValueError", r"pool_bytes=1180591620717411303424, expected at least 1, at most 2\*\*62"),
+    ("no pool", "shm", "ValueError", "pool_bytes=0, expected an integer from 1"),
+    ("no such pool", "shm", "ValueError", r"pool_bytes=1180591620717411303424, expected an integer from 1 to 2\*\*62"),
     ("no timeout", "shm gloo", "ValueError", "timeout=0, expected seconds > 0"),
     ("a text", "shm gloo", "ValueError", "timeout='5', expected seconds > 0"),
     ("no check", "shm gloo", "ValueError", "check='never'"),
@@ -57,7 +57,7 @@ def test_a_rank_that_cannot_take_part_says_so_everywhere(kind, how, error, text)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_does_not_come_is_named(kind):
-    expected = r"Comm: rank 0 waited 1 s for ranks \[1\] to come to its constructor.*; make it on every rank"
+    expected = r"Comm: rank 0 waited 1 s for ranks \[1\] to call its constructor.*; make it on every rank"
     with pytest.raises(PeerError, match=expected):
         run_processes(2, constructor_cases.comes_not, comm=kind)
 
@@ -68,13 +68,13 @@ def test_a_constructor_that_a_rank_missed_does_not_spoil_the_next(kind, absent):
     for rank, (found, bits) in enumerate(run_processes(3, constructor_cases.missed, absent, comm=kind)):
         assert len(bits) == 16
         if rank != absent:
-            assert f"rank {rank} waited 4 s for ranks [{absent}] to come to its constructor" in found
+            assert f"rank {rank} waited 4 s for ranks [{absent}] to call its constructor" in found
 
 
 def test_a_rank_that_is_held_up_as_it_connects_is_waited_for():
     assert all(len(bits) == 16 for bits in run_processes(2, constructor_cases.connects_late, 60.0))
     error, _ = run_processes(2, constructor_cases.connects_late, 0.2)
-    assert "rank 0 waited 0.2 s for ranks [1] to come to its constructor" in error
+    assert "rank 0 waited 0.2 s for ranks [1] to call its constructor" in error
 
 
 def test_a_rank_that_dies_in_a_constructor_is_named(tmp_path):
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_in_a_constructor_is_named(tmp_path):
         run_processes(3, cases.witness, tmp_path, constructor_cases.dies)
     texts = [(tmp_path / name).read_text() for name in ("0", "2")]
     for text in texts:
-        assert re.search(r"PeerError: GroupComm: rank . waited 2 s for ranks \[1\] to come", text), text
+        assert re.search(r"PeerError: GroupComm: rank . waited 2 s for ranks \[1\] to call", text), text
 
 
 class LostStore(dist.HashStore):

@@ -421,7 +421,7 @@ def test_one_rank_by_itself():
         assert not comm._channel.pool.owns(comm.empty((3,), torch.float32, x.device))
 
     threads(1, rank_main)
-    with pytest.raises(ValueError, match="pool_bytes=0, expected at least 1"):
+    with pytest.raises(ValueError, match="pool_bytes=0, expected an integer from 1 to"):
         PeerComm.over(LocalComm(), Model(), 0, 1.0)
 
 
@@ -531,7 +531,7 @@ def test_a_stream_that_stops_is_named_and_lets_the_others_go(kernels):
     assert "waited 0.3 s in call 1 phase 0 stage 0 with plan 5eed for ranks [1]: " in messages[0]
     for message in messages:
         assert "for ranks [1]: what rank 1 sends, " in message and "slot" not in message and "epoch" not in message
-        assert " did not come; the comm is dead; give the comm a longer timeout" in message
+        assert " did not arrive; the comm is dead; give the comm a longer timeout" in message
     assert "root cause: rank 0" in messages[1]
 
 

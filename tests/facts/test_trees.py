@@ -197,8 +197,8 @@ def test_nodes_in_another_order_are_told_a_right_one(forest, seed) -> None:
         ([2, 1], [-2, 0], "parents must be -1 for a root or a node from 0 to 1, got -2 for node 0"),
         ([2**62, 2], [-1, 0], "lengths sum to 4.61e.18 tokens, more than 64 bits can number"),
         ([0, 0], [-1, 0], r"lengths must hold at least one token, got \[0, 0\]"),
-        ([1, 1, 1], [-1, 2, 1], "parents lead from node 1 round in a circle, and to no root"),
-        ([1], [0], "parents lead from node 0 round in a circle, and to no root; give a root the parent -1"),
+        ([1, 1, 1], [-1, 2, 1], "parents lead from node 1 in a cycle and not to a root"),
+        ([1], [0], "parents lead from node 0 in a cycle and not to a root; give a root the parent -1"),
         (
             [1, 1, 1], [2, 2, -1],
             r"node 0 does not follow its parent 2 .*; give them in the order \[2, 0, 1\], with parents \[-1, 0, 0\]$",

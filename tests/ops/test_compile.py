@@ -258,7 +258,7 @@ def test_a_handle_keeps_its_plan_and_nothing_else_does() -> None:
     del handle
     assert alive() is None
     for call in (attend, run):
-        with pytest.raises(ValueError, match=rf"handle {int(number)} stands for nothing: its plan or comm was dropped"):
+        with pytest.raises(ValueError, match=rf"handle {int(number)} refers to nothing: its plan or comm was dropped"):
             call(q, number)
 
 

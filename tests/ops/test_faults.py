@@ -217,7 +217,7 @@ def gathers_alone(comm: Comm, how: str) -> str:
 )
 def test_a_rank_that_gathers_where_others_agree_is_named_with_both_calls(how, call) -> None:
     for text in run_threads(3, gathers_alone, how):
-        assert re.search(rf"do not meet: .*rank 1 (is )?in the {call}", text), text
+        assert re.search(rf"make different calls: .*rank 1 (is )?in the {call}", text), text
         assert "agreement on" in text
 
 
@@ -280,6 +280,6 @@ def test_a_wrong_argument_of_a_known_call_is_named_before_and_after_it_is_compar
         assert said[0] == "right" and "q, k, v must have one dtype, got torch.float32, torch.float16" in said[1]
         assert said[1].startswith("ValueError: q, k" if rank == culprit else "PeerError: ")
         assert f"rank {culprit} refused its arguments" in said[2]
-        assert said[2].endswith('give what it expects, or a comm with check="call", which lives on')
+        assert said[2].endswith('give what it expects, or use a comm with check="call", which remains usable')
     for said in run_processes(2, refused_later, culprit, "call", comm=kind):
         assert said[0] == said[2] == "right" and "q, k, v must have one dtype" in said[1], "it lives on"

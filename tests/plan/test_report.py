@@ -87,7 +87,7 @@ def test_lines_of_ranks_are_those_of_their_steps_row_by_row(case: Case) -> None:
 def test_describe_looks_at_few_rows_in_every_step(documents: int) -> None:
     for tokens in (1 << 14, 1 << 17):
         plan = Plan(Mask([tokens // documents] * documents), Layout.contiguous(tokens, 8), stage_bytes=tokens << 4)
-        assert "steps are those for" in plan.describe()
+        assert "steps are counted for" in plan.describe()
         for rank in range(8):
             steps = plan.steps(rank)
             assert not any("bands" in vars(step) for step in steps), "no step's pairs are counted"
@@ -113,7 +113,7 @@ def test_ranks_of_huge_batches_have_no_line_each(transport: str) -> None:
     tokens = 2**31 - 1
     for layout in (Layout.contiguous(tokens, 8), Layout.zigzag([tokens], 8)):
         plan = Plan(Mask([tokens]), layout, transport=transport)
-        assert not shows_each_rank(plan) and "steps are those for" not in plan.describe()
+        assert not shows_each_rank(plan) and "steps are counted for" not in plan.describe()
     for tokens, layout in ((10**6, Layout.striped(10**6, 8)), (10**7, Layout.contiguous(10**7, 8))):
         assert shows_each_rank(Plan(Mask([tokens]), layout))
     assert not shows_each_rank(Plan(Mask([10**7]), Layout.striped(10**7, 8)))

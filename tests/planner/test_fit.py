@@ -122,7 +122,7 @@ def test_a_fit_that_says_nothing_is_refused() -> None:
 
 def test_rows_that_do_not_differ_enough_are_refused() -> None:
     rows = [replace(row, keys=2 * row.queries) for row in calls(TRUE, 0, 20)]
-    with pytest.raises(ValueError, match="do not tell its 5 coefficients apart; vary them more"):
+    with pytest.raises(ValueError, match="do not determine its 5 coefficients; vary them more"):
         fit_attention(rows, rows)
     with pytest.raises(ValueError, match="forward and backward, got only one of them"):
         fit_attention([replace(row, backward=False) for row in calls(TRUE, 0, 20)], rows)

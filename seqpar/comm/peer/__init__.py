@@ -18,7 +18,7 @@ A message that the pool has no room for comes in pieces: see `pieces`. Each piec
 While it waits, the receiver's host makes its landing stream wait for a piece, copy it to the tensor, and write `lane`.
 
 Destinations go from host to host (`offer`, `arrive`: the shared-memory mailbox that `ShmComm` uses too). Hosts
-communicate in `exchange` and `wait`, in the order of exchanges, and beside an agreement (`progressing`); `wait` returns
+communicate in `exchange` and `wait`, in the order of exchanges, and during an agreement (`progressing`); `wait` returns
 once all hosts involved have launched their part. So the write that ends a wait is always launched before the wait.
 Therefore nothing that blocks a host, such as freeing memory, and no two streams that share a hardware queue can stall a
 device.

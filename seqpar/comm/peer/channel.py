@@ -144,8 +144,8 @@ class PeerChannel(Channel):
         if not self.cramped:
             self.cramped = True
             log.warning(
-                "rank %d: the pool of %d bytes has no room for the %d that %s receives from rank %d: they come in "
-                "pieces of %d, which only move while both ranks wait; give PeerComm a larger pool_bytes",
+                "rank %d: the pool of %d bytes has no room for the %d that %s receives from rank %d: they arrive "
+                "in pieces of %d, which are sent only while both ranks wait; give PeerComm a larger pool_bytes",
                 self.rank, self.pool.size, target.nbytes, work.name, peer, most,
             )  # fmt: skip
         for begin, elements in cut(whole.shape, whole.dtype, most):
@@ -211,7 +211,7 @@ class PeerChannel(Channel):
                 self.ops.shm_wait(self.mail, seen, 0.1)
         except RuntimeError as error:
             if not isinstance(error, PeerError):  # which is told already
-                self.fail(f"continuing exchanges beside an agreement: {error}")
+                self.fail(f"continuing exchanges during an agreement: {error}")
 
     def _offer_piece(self, peer: int, piece: CutPiece) -> bool:
         """Whether there was room for a piece, in the peer's buffer and in the mailbox."""
@@ -344,7 +344,7 @@ class PeerChannel(Channel):
     def cause(self) -> tuple[int, str] | None:
         """The (rank, reason) that killed the comm, None while it lives."""
         if not self.end.alive:
-            return self.rank, "nobody holds the comm any more"
+            return self.rank, "the comm was dropped"
         text = self.ops.shm_cause(self.mail)
         if not text:
             try:
@@ -411,7 +411,7 @@ class PeerChannel(Channel):
                 time.sleep(0.02)
                 waited = time.monotonic() - begun
         except RuntimeError as error:
-            log.warning("rank %d: the device does not take orders any more: %s", self.rank, error)
+            log.warning("rank %d: the device no longer accepts work: %s", self.rank, error)
 
     def _order(self, words: Mapping[int, int]) -> bool:
         """Write words past all waits, unless the memory is freed."""
@@ -426,7 +426,7 @@ class PeerChannel(Channel):
             ended = [peer for peer in self.copies if self.ops.shm_ended(self.mail, peer)]
             if ended and (missing := [word for word in self._missing() if word[1] in ended]):
                 what, _, call = missing[0]
-                self.fail(f"in {call}: {what} does not come, as its process has ended")
+                self.fail(f"in {call}: {what} does not arrive, because its process has ended")
         if self.cause is not None:
             self.poison()
         return self.poisoned.is_set()
@@ -435,7 +435,7 @@ class PeerChannel(Channel):
         """Fail: a stream does not continue."""
         missing = ", ".join(what for what, *_ in self._missing()) or "a stream"
         self.fail(
-            f"{reason}: {missing} did not come{DEAD}; give the comm a longer timeout if what devices compute before "
+            f"{reason}: {missing} did not arrive{DEAD}; give the comm a longer timeout if the devices' earlier work "
             "takes that long"
         )
 

@@ -100,7 +100,7 @@ class PeerComm(CommBase[PeerChannel]):
 
     @classmethod
     def over(cls, control: ShmComm | LocalComm, cuda: Any, pool_bytes: int, timeout: float) -> PeerComm:
-        """The comm of a rank whose host uses `control`, and nobody else does. A collective."""
+        """The comm of a rank whose host alone uses `control`. A collective."""
         comm = cls.__new__(cls)
         comm._begin(control, cuda, pool_bytes, timeout)
         return comm

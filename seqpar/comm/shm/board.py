@@ -21,7 +21,7 @@ class Board:
     def __init__(self, rank: int, size: int, address: Sequence[int] = ()) -> None:
         self._rank = rank
         file = os.open("/proc/{}/fd/{}".format(*address), os.O_RDWR) if address else os.memfd_create("seqpar")
-        # closes the file, if nobody has
+        # closes the file if it is still open
         self.mapped = weakref.finalize(self, os.close, file)
         if not address:
             os.ftruncate(file, 8 * size)

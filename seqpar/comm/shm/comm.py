@@ -54,7 +54,7 @@ NOTHING_OFFERED, OTHER_HEADER = 0, 2  # answers of shm_push; 1: the bytes moved
 def missing() -> str | None:
     """Why `ShmComm` cannot be used on this machine, or None."""
     if sys.platform != "linux":
-        return f"it needs memory files and futexes, which Linux has and {sys.platform} has not; use GroupComm"
+        return f"it needs memory files and futexes of Linux, this is {sys.platform}; use GroupComm"
     return native.missing()
 
 

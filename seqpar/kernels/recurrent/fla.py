@@ -5,8 +5,8 @@ Source: ``fla/ops/{simple_gla,gla,delta_rule,gated_delta_rule,kda}/chunk.py`` of
 decays. States are multiplied from the left, so the map of a delta rule comes as further columns: values ``[v | 0]``
 from the states ``[S | I]``. No GPU has run this yet.
 
-A release may return a last state that has no gradient, or one with the gradient of out alone, and nothing would say
-so. So the first call of a kind in a process is tried on two short runs: results and gradients beside those of the
+A release may return a last state that has no gradient, or one with the gradient of out alone, and nothing would say so.
+So the first call of a kind in a process is tried on two short runs: results and gradients compared with those of the
 reference.
 
 mamba_ssm's ``mamba_chunk_scan_combined`` is not used. It multiplies values by the dt that its decays come from,

@@ -115,7 +115,7 @@ def configure(d: Descriptor) -> LaunchConfig:
     Each is the largest tile whose binary fits shared memory and spills no registers (a few in some backwards) with all
     supported versions of Triton (`bench/gpu/binaries.py`). On 9.0 an H200 has timed those for head dims up to 256, with
     Triton 3.6 in bf16 at 64, 96, 128, 192 with values of 128, and 256 (`bench/gpu/run.py --slice tune`): each is the
-    fastest of its direction, beside the others as they were, among those that spill little with every version. Not
+    fastest of its direction, with the others unchanged, among those that spill little with every version. Not
     timed: dkdv at 96, and all that is not 9.0. A product of fewer than 64 rows is no ``wgmma``, so these tiles have 64
     query rows and more, or 64 keys in dkdv, except dkdv at 256, where such tiles are slower or spill. Forward at 256
     merges with earlier sums through local memory, and is 1.9 times as fast as with 32 rows, which need none.

@@ -2,7 +2,7 @@
 
 Triton looks at every argument of a launch to find the binary for it. What it looks at follows from the step and from
 `kinds_of` the tensors, so it is done once: later launches hand their arguments to the binary. A kernel's other variants
-are compiled beside the first one. A later batch may need any of them, and all ranks would wait for the rank that
+are compiled together with the first one. A later batch may need any of them, and all ranks would wait for the rank that
 compiles.
 """
 

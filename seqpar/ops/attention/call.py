@@ -38,13 +38,13 @@ class Phase(IntEnum):
 PHASES = len(Phase)
 # for errors
 NAMES = {
-    Phase.ENTER: "attention (forward, sharing out heads)",
+    Phase.ENTER: "attention (forward, tokens to heads)",
     Phase.KEYS: "attention (forward, keys and values)",
-    Phase.LEAVE: "attention (forward, giving heads back)",
-    Phase.BACK_ENTER: "attention (backward, sharing out heads)",
+    Phase.LEAVE: "attention (forward, heads to tokens)",
+    Phase.BACK_ENTER: "attention (backward, tokens to heads)",
     Phase.BACK_KEYS: "attention (backward, keys and values)",
     Phase.BACK_GRADS: "attention (backward, gradients of keys and values)",
-    Phase.BACK_LEAVE: "attention (backward, giving heads back)",
+    Phase.BACK_LEAVE: "attention (backward, heads to tokens)",
 }
 
 Shares = tuple[list[slice], list[slice]]  # query heads and key heads of every member of a part

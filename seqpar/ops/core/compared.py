@@ -22,7 +22,7 @@ from seqpar.private import torch as torch_private
 UNDER_WAY = -1  # the key in `Comm.agreed` of hashes that no rank has compared yet; digests are positive
 LATEST = 64  # calls, a step or two of a model: by then the device has long computed the hash
 SPREAD = 0x1E3779B97F4A7C15  # spreads numbers over all bits
-CHUNK = 1 << 20  # elements that are looked at together, so that little memory is needed beside a large tensor
+CHUNK = 1 << 20  # elements that are looked at together, so that a large tensor needs little memory in addition
 SUMS = 32  # of a `sketch`
 # Ranks' gradients of an output may be further apart than bits: where each rank's kernels round in another order, as in
 # a loss behind a decoder. All of bfloat16's last digits differ by 0.4 % of the norm, other targets by the norm itself.

@@ -163,7 +163,7 @@ def carried(handle: Tensor) -> tuple[Any, ...]:
         )
     if values is None:
         raise ValueError(
-            f"handle {number} stands for nothing: its plan or comm was dropped, or seqpar.bind did not make it in this "
+            f"handle {number} refers to nothing: its plan or comm was dropped, or seqpar.bind did not make it in this "
             "process; keep what bind returned for as long as the handle or a copy of it is used"
         )
     return values  # type: ignore[no-any-return]

@@ -100,7 +100,7 @@ def _apply(cls: type[CheckpointFunction], function: Callable[..., Any], *args: A
     """`CheckpointFunction.apply`, of a region.
 
     Forward-mode derivatives are off inside the forward of an autograd function, and on under `no_grad` alone. Inside
-    one, without gradients, autograd records no checkpoint: the function around it runs it again, or nobody.
+    one, without gradients, autograd records no checkpoint: only the function around it can run it again.
     """
     if not (torch.is_grad_enabled() or torch_private.is_fwd_grad_enabled()):
         return super(CheckpointFunction, cls).apply(function, *args)

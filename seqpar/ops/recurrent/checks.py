@@ -34,7 +34,7 @@ def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
         if x.dim() != 3 or x.dtype not in DTYPES or (x.dtype, x.device) != (v.dtype, v.device):
             raise ValueError(
                 f"{name}: q, k and v must be [rows, heads, dim] of one dtype and device, got {title} "
-                f"{x.dtype} {list(x.shape)} on {x.device} beside v {v.dtype} {list(v.shape)} on {v.device}"
+                f"{x.dtype} {list(x.shape)} on {x.device} and v {v.dtype} {list(v.shape)} on {v.device}"
             )
     rows, heads, values = v.shape
     groups, dim = k.shape[1:]
@@ -165,7 +165,7 @@ def channel_bytes(tensors: Sequence[Any], threads: int) -> LayerBytes:
 def _check_recurrence(name: str, plan: Plan) -> None:
     """Raise NotImplementedError for plans that no recurrence can follow."""
     if plan.kv_layout is not plan.layout:
-        raise NotImplementedError(f"{name}: keys lie with their queries; make the plan without a kv_layout")
+        raise NotImplementedError(f"{name}: keys are on the ranks of their queries; make the plan without a kv_layout")
     check_unbranched(name, plan.mask)
     if not plan.mask.within_documents or not plan.memo("causal documents", lambda: _is_causal(plan)):
         raise NotImplementedError(

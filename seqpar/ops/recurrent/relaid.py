@@ -5,7 +5,7 @@
     rank 0   rows 0 2 4 6       ──►   rows 0 1 2 3   compute, a state goes to rank 1   ──►   results 0 2 4 6
     rank 1   rows 1 3 5 7             rows 4 5 6 7   compute                                 results 1 3 5 7
 
-Each rank has as many rows there as tokens here. Pads stay at home. Backward moves gradients the same two ways.
+Each rank has as many rows there as tokens here. Pads stay where they are. Backward moves gradients the same two ways.
 """
 
 from __future__ import annotations
