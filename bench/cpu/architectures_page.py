@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ HEAD = """\
 # Architectures of transformers
 
 {total} cases of transformers {transformers}, tiny and with random weights, were trained for one step on {ranks} ranks
-by both documented methods, in fp64 and in fp32. They are {kinds} of its {model_types} model types, and {variants}
+by both documented methods, in fp64 and in fp32. They are {kinds} of its {model_types} model types and {variants}
 variants of these: other heads, positions, rotary embeddings and losses. By `seqpar.parallelize(model, comm)` {parallel}
 cases are exact, {packed}and {refused} are refused by name, before anything is sent. None is silently wrong.
 
@@ -17,21 +18,21 @@ cases are exact, {packed}and {refused} are refused by name, before anything is s
 relative to the loss and to the model's largest gradient. A model with larger rounding errors in fp32 on one process
 must be as close to fp64 on {ranks} ranks as on one.
 
-| column | method |
-|---|---|
-| `parallelize` | `seqpar.parallelize(model, comm)`, with padded and with packed batches, documents split over ranks |
-| registered | `attn_implementation="seqpar"` and [your own rows](transformers.md#your-own-rows) |
+Two methods were tested:
 
-*packed* means packed batches only. *whole runs* means layouts that give a rank consecutive rows, such as
-`Layout.contiguous`. A dash means that transformers does not offer this method for the model, or that there is nothing
-to split: encoder-decoders, vision, audio and classifiers of sequences do not have one row per token.
+- *parallelized*: `seqpar.parallelize(model, comm)`, with padded and with packed batches, documents split over ranks.
+- *registered*: `attn_implementation="seqpar"` and [your own rows](transformers.md#your-own-rows). It does not apply to
+  models for which transformers does not offer it, nor to encoder-decoders, vision, audio and classifiers of sequences,
+  which do not have one row per token.
+
+The lists below name the model types. *Refused* means by both methods, or by the first where the second does not apply.
 
 Not tested:
 
 - **Sound, and images by the other method.** Vision-language models got images on one of the ranks with `parallelize`,
-  and text alone in the column "registered", because it takes rows of tokens.
+  and text alone when registered, because that method takes rows of tokens.
 - **Large models.** Each model has few layers, 32 features and fewer than 30 tokens, on {ranks} ranks on a CPU; other
-  tests vary ranks, lengths and masks. Pretrained weights, bf16 and GPUs are not in the table.
+  tests vary ranks, lengths and masks. Pretrained weights, bf16 and GPUs were not tested here.
 - **The other model types.** `parallelize` checks them in the same way, by config, by modules and by a trial on a few
   tokens, and accepts them or refuses them by name; their gradients have not been compared with a single-process run.
 
@@ -48,6 +49,13 @@ NAMES = {
     "vision": "Vision",
     "audio": "Audio",
 }
+WORDS = {
+    "exact": "exact",
+    "packed": "exact for packed batches only",
+    "whole runs": "exact for layouts of consecutive rows only",
+    "refused": "refused",
+    "-": "not offered",
+}
 
 
 def page(record: Mapping[str, Any]) -> str:
@@ -62,17 +70,25 @@ def page(record: Mapping[str, Any]) -> str:
         ranks=record["ranks"], **record["versions"], **record["tolerance"],
     )  # fmt: skip
     for group in dict.fromkeys(row["group"] for row in rows.values()):
-        text += f"\n## {NAMES[group]}\n\n"
-        text += "| model | `parallelize` | registered | why `parallelize` refuses |\n"
-        text += "|---|---|---|---|\n"
+        text += f"\n## {NAMES[group]}\n"
+        by_outcome: dict[str, list[str]] = {}
         for name, row in rows.items():
             if row["group"] == group:
-                text += f"| {name} | {' | '.join(_cells(row['float64']))} |\n"
+                by_outcome.setdefault(_outcome(row["float64"]), []).append(name)
+        for outcome, names in sorted(by_outcome.items(), key=lambda each: each[0].startswith("Refused")):
+            text += "\n" + textwrap.fill(f"**{outcome}:** {', '.join(names)}.", 120, break_on_hyphens=False) + "\n"
     return text
 
 
-def _cells(said: Mapping[str, str]) -> list[str]:
-    return [_parallel(said), _laid_out(said, "registered"), _why(said["padded"])]
+def _outcome(said: Mapping[str, str]) -> str:
+    """The result of both methods for a model, in words."""
+    parallel, registered = _parallel(said), _laid_out(said, "registered")
+    if parallel == "refused":
+        also = "" if registered in ("refused", "-") else f"; {WORDS[registered]} when registered"
+        return f"Refused ({_why(said['padded'])}{also})"
+    if parallel == registered:
+        return f"{WORDS[parallel].capitalize()} by both methods"
+    return f"{WORDS[parallel].capitalize()} when parallelized, {WORDS[registered]} when registered"
 
 
 def _parallel(said: Mapping[str, str]) -> str:
