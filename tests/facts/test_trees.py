@@ -190,13 +190,10 @@ def test_nodes_in_another_order_are_told_a_right_one(forest, seed) -> None:
     [
         ([3, 2], [-1], "lengths has 2 nodes and parents 1; pass one length and one parent per node"),
         ([], [], "lengths must be a non-empty sequence of integers"),
-        ([1.5], [-1], "lengths must be a non-empty sequence of integers"),
         ([1], ["root"], "parents must be a non-empty sequence of integers"),
         ([2, -1], [-1, 0], "lengths must be at least 0, got -1 for node 1"),
         ([2, 1], [-1, 2], "parents must be -1 for a root or a node from 0 to 1, got 2 for node 1"),
-        ([2, 1], [-2, 0], "parents must be -1 for a root or a node from 0 to 1, got -2 for node 0"),
         ([2**62, 2], [-1, 0], "lengths sum to 4.61e.18 tokens, more than 64 bits can number"),
-        ([0, 0], [-1, 0], r"lengths must hold at least one token, got \[0, 0\]"),
         ([1, 1, 1], [-1, 2, 1], "parents lead from node 1 in a cycle and not to a root"),
         ([1], [0], "parents lead from node 0 in a cycle and not to a root; give a root the parent -1"),
         (
