@@ -83,7 +83,9 @@ def test_one_graph_serves_all_plans(by) -> None:
     def layer(x, weight, q, k, v, decay, beta, handle):
         y = recurrent.causal_conv1d(x, weight, None, handle, activation="silu")
         y = recurrent.shift(y, handle, by=1)
-        return recurrent.linear_attention(q, k, v, handle, decay=decay, beta=beta).sum() + (y * y).sum()
+        scanned = recurrent.channel_scan(2 * x, x.square(), handle, rates=-weight, keys=weight[:1].expand(16, -1))
+        scanned = scanned + recurrent.channel_scan(x, -x.square(), handle)
+        return recurrent.linear_attention(q, k, v, handle, decay=decay, beta=beta).sum() + (y * y + scanned).sum()
 
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     for lengths in ((9, 7), (4, 4, 8), (16,)):
@@ -110,69 +112,6 @@ def test_the_handle_of_other_values_says_what_was_expected(graph) -> None:
     function = torch.compile(recurrent.shift, backend="aot_eager", fullgraph=True) if graph else recurrent.shift
     with pytest.raises(ValueError, match=r"expected the handle of seqpar.bind\(plan, comm\), got that of"):
         function(torch.zeros(4, 2), seqpar.bind(comm))
-
-
-def refused(comm: Comm, plan: Plan, change: str) -> str:
-    q, k, v, decay, beta, _ = Family(beta=True).inputs(plan.mask)
-    mine = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
-    mine = {name: seqpar.shard(x, plan, comm.rank) for name, x in mine.items()}
-    options: dict[str, object] = {}
-    if comm.rank == 0 or change in ("full", "cross"):
-        if change in mine:
-            mine[change] = mine[change][:, :1]
-        elif change == "width":
-            mine["q"], mine["k"] = mine["q"][..., :0], mine["k"][..., :0]
-        elif change == "dtype":
-            mine["k"] = mine["k"].float()
-        elif change == "rows":
-            mine["q"] = mine["q"][:1]
-        elif change == "kernel":
-            options["kernel"] = "fast"
-        elif change == "scale":
-            options["scale"] = float("nan")
-        elif change == "initial":
-            options["initial_state"] = torch.zeros(1, 4, 3, 2, dtype=torch.float64)
-    before = comm.stats.bytes_sent
-    with pytest.raises((ValueError, NotImplementedError)) as error:
-        recurrent.linear_attention(mine.pop("q"), mine.pop("k"), mine.pop("v"), plan, comm, **mine, **options)
-    assert comm.stats.bytes_sent == before
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("q", "q and k must have one shape"), ("v", "v a multiple of their heads"), ("decay", "decay must be floating"),
-        ("beta", "beta must be floating"), ("dtype", "of one dtype and device"), ("rows", "must have 8 rows"),
-        ("kernel", "kernel must be one of auto, "), ("initial", "initial_state must be floating"),
-        ("scale", "scale must be a finite number"), ("width", "at least one dim per head"),
-        ("full", "causal inside documents"), ("cross", "without a kv_layout"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_an_error_on_all_ranks(change, text) -> None:
-    plan = Plan(Mask((9, 7), causal=change != "full"), seqpar.Layout.contiguous(16, 2))
-    if change == "cross":
-        plan = Plan(Mask((9, 7)), seqpar.Layout.contiguous(16, 2), kv_layout=seqpar.Layout.striped(16, 2))
-    assert all(text in error for error in run_threads(2, refused, plan, change))
-
-
-def differing(comm: Comm, plan: Plan, what: str) -> str:
-    """The error where every call is checked."""
-    comm.check_every = "call"
-    q, k, v, decay, _, _ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
-    state = torch.zeros(1, 4, 3, 2, dtype=torch.float64)
-    state[0, 3, 2, 1] = comm.rank // 2 if what == "a hash of initial_state" else 0
-    state.requires_grad_(what == "initial_state requires grad" and comm.rank == 1)
-    decay = -decay if what == "decay" else decay
-    with pytest.raises(ValueError) as error:
-        recurrent.linear_attention(q.requires_grad_(), k, v, plan, comm, decay=decay, initial_state=state)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("what", ["decay", "a hash of initial_state", "initial_state requires grad"])
-def test_values_that_differ_or_cannot_be_are_named_where_every_call_is_checked(what) -> None:
-    told = "logarithms at or below 0" if what == "decay" else f"ranks differ in {what}"
-    assert all(told in error for error in run_threads(3, differing, plan_of("contiguous", (16,), 3), what))
 
 
 def test_normalized_keys_and_queries() -> None:

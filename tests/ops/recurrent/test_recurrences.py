@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
-from seqpar.comm import Comm
+from seqpar import recurrent
+from seqpar.comm import Comm, LocalComm
 from seqpar.facts.mask import Mask
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
@@ -215,3 +216,22 @@ def test_bytes_and_exchanges_are_what_is_predicted(plan, travel, most, case) -> 
         assert (sent, received) == (expected.sent[rank], expected.received[rank])
         assert isinstance(case, Scan) or (sent, received) == (received_back, sent_back)
         assert travel == "rows" or times <= taken[rank] <= way.steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_fewer_bits_are_summed_in_fp32(dtype) -> None:
+    plan, case = plan_of("zigzag", (40, 90, 30), 3), SCANS["selective"]
+    agrees(plan, case, dtype=dtype, tolerance=1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_no_channels_and_no_states() -> None:
+    plan = Plan(Mask([10, 6]), seqpar.Layout.contiguous(16, 1))
+    none = torch.ones(16, 0)
+    assert recurrent.channel_scan(none, -none, plan, LocalComm()).shape == (16, 0)
+    assert recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), keys=none).shape == (16, 2)
+    out = recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), rates=torch.ones(2, 0))
+    assert torch.equal(out, torch.zeros(16, 2))
+    with pytest.raises(
+        ValueError, match=r"initial_state must be floating \[2, 2, 1\] on cpu, got torch.float32 \[2, 2\]"
+    ):
+        recurrent.channel_scan(torch.ones(16, 2), -torch.ones(16, 2), plan, LocalComm(), initial_state=torch.ones(2, 2))

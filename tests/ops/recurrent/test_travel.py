@@ -208,38 +208,6 @@ def test_dtypes_and_devices_that_no_layer_has_are_refused(wrong) -> None:
     assert RecurrentLayer(4, 8, 8).bytes(torch.bfloat16) == RecurrentLayer(4, 8, 8).bytes()
 
 
-def unknown(comm: Comm, plan: Plan, verb: str) -> str:
-    travel = "pigeon" if comm.rank else "auto"
-    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
-    with pytest.raises(ValueError) as error:
-        if verb == "state_scan":
-            recurrent.state_scan(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2), plan, comm, travel=travel)
-        elif verb == "causal_conv1d":
-            recurrent.causal_conv1d(v[:, 0], torch.zeros(2, 4).double(), None, plan, comm, travel=travel)
-        else:
-            recurrent.linear_attention(q, k, v, plan, comm, travel=travel)
-    assert comm.stats.bytes_sent == 0
-    return str(error.value)
-
-
-@pytest.mark.parametrize("verb", ["state_scan", "causal_conv1d", "linear_attention"])
-def test_an_unknown_way_is_an_error_on_all_ranks(verb) -> None:
-    plan = Plan(Mask([14]), seqpar.Layout.contiguous(14, 2))
-    assert all(f"{verb}: travel must be one of auto, " in error for error in run_threads(2, unknown, plan, verb))
-
-
-def other(comm: Comm, plan: Plan) -> str:
-    q, k, v, *_ = (None if x is None else seqpar.shard(x, plan, comm.rank) for x in Family().inputs(plan.mask))
-    with pytest.raises(ValueError) as error:
-        recurrent.linear_attention(q, k, v, plan, comm, travel=WAYS[comm.rank])
-    return str(error.value)
-
-
-def test_ranks_that_name_other_ways_are_told() -> None:
-    plan = Plan(Mask([14]), seqpar.Layout.contiguous(14, 2))
-    assert all("ranks differ in travel" in error for error in run_threads(2, other, plan))
-
-
 @pytest.mark.parametrize("travel", WAYS)
 def test_ranks_with_gradients_of_different_tensors_get_theirs_or_an_error(travel: str) -> None:
     """Where rows move, gradients of a rank's rows come from another rank."""
