@@ -30,9 +30,9 @@ class GroupComm(ProcessComm[GroupChannel]):
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group.
     timeout: seconds after which a wait fails. check: how often verbs compare their arguments over the ranks, "batch"
-    (once per plan and signature) or "call"; kept as `check_every`. private: CUDA tensors go over NCCL communicators of
-    the comm's own, one of all ranks and, on several nodes, one of each node, which nothing else delays and which are
-    aborted if a rank hangs; False shares the group's, which saves their memory.
+    (once per plan and signature) or "call"; kept as `check_every`. private: whether CUDA tensors use the comm's own
+    NCCL communicators (one of all ranks and, on several nodes, one of each node), which no other collective delays and
+    which are aborted if a rank hangs; False uses the group's communicator, which saves memory.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks.

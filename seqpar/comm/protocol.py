@@ -140,7 +140,7 @@ class Comm(Protocol):
     comm and its subs. Differences between ranks raise where they can be detected: another verb, plan, option, shape or
     dtype, a call that one rank omits, and a second thread during a call. Calls of the same form cannot always be told
     apart: if one rank computes ``f(x), f(y)`` and another ``f(y), f(x)`` with equal shapes and plans, or two threads of
-    a rank take turns in another order than elsewhere, x meets y unnoticed.
+    a rank take turns in another order than on other ranks, x is combined with y without an error.
     """
 
     rank: int
@@ -190,7 +190,7 @@ class Comm(Protocol):
     def next_call(self) -> int:
         """The number of a verb on which ranks have agreed: local, and equal on all ranks that run the same verbs.
 
-        A verb that is refused has none, since ranks may be refused in different calls.
+        A call that raises an error has none, since ranks may raise errors in different calls.
         """
         ...
 
@@ -198,7 +198,7 @@ class Comm(Protocol):
         """Return if every rank passes equal facts and no error; otherwise raise on every rank. A collective.
 
         what: the call, for messages. facts: name -> value, compared by `repr`. error: an error in this rank's own
-        arguments; it is raised on this rank, and ValueError quoting it on every other rank.
+        arguments; this rank raises it, and every other rank raises a ValueError that quotes it.
 
         Raises: ValueError naming the differing ranks, the fact and both values; PeerError after the timeout.
         """
@@ -212,7 +212,7 @@ class Comm(Protocol):
 
         what: the call, for messages. value: any small object that pickles. error: an error on this rank in place of a
         value. facts: must be equal on all ranks, as in `agree`, which is included. hint: what to do if a rank does not
-        come, for the error.
+        take part, for the error.
 
         Raises: the error on this rank, and ValueError quoting it on every other; ValueError if ranks are in different
         calls or differ in a fact; PeerError after the timeout.
@@ -224,10 +224,10 @@ class Comm(Protocol):
         ...
 
     def close(self) -> None:
-        """Free connections and let go of the group's store, after the last wait. A collective; the comm is dead then.
+        """Free connections and release the group's store, after the last wait. A collective; the comm is dead then.
 
-        It comes before `destroy_process_group`. Tensors keep their memory, but for a `PeerComm`'s. Of a comm that is
-        dead already each rank closes its own part, so that a `finally` may call it, also twice.
+        Call it before `destroy_process_group`. Tensors keep their memory, except those of a `PeerComm`. If the comm is
+        dead already, each rank closes its own part, so a `finally` may call it, even twice.
 
         Raises: ValueError for a sub; PeerError if a rank does not close the comm.
         """

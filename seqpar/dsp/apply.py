@@ -56,18 +56,19 @@ def parallelize(
     than an H100 node. Tensors are moved before a block's own forward and after it, so hooks, wrappers and recomputation
     see the block as before. A rank with an empty share skips the block, with its parameters still in the graph.
 
-    Gradients of parameters are shares: sum them over the ranks. grad: how the loss counts. "replicated": every rank
-    computes the same loss from the whole output. "sum": the loss is the sum of all ranks' losses. average_over: the
-    number of ranks over which a wrapper averages gradients, which the model makes as many times as large; for
-    replicated losses.
+    Each rank has a part of every parameter's gradient: sum them over the ranks. grad: how the loss is computed.
+    "replicated": every rank computes the same loss from the whole output. "sum": the loss is the sum of all ranks'
+    losses. average_over: the number of ranks over which a wrapper averages gradients, which the model multiplies by it;
+    only for replicated losses.
 
     check_inputs: in every forward ranks compare the inputs, including their values (on a GPU this waits for one
-    number), in the first and after writes to them the weights, and in a backward of replicated losses the gradient
-    of the output; without it only shapes are compared. Otherwise different noise or
-    seeds, or frames sharded before, would silently compute something meaningless.
+    number), in the first and after writes to them the weights, and in a backward of replicated losses the gradient of
+    the output; without it only shapes are compared, and different noise or seeds, or frames that were sharded before,
+    give wrong results without an error.
 
     Raises: ValueError for a model that its spec does not describe, or that is parallelized already; NotImplementedError
-    for a model without a spec, modules that mix rows unnoticed, and in a forward for active dropout.
+    for a model without a spec, modules that mix rows although its spec does not say so, and in a forward for active
+    dropout.
     """
     name = name_of(model)
     if spec is None:

@@ -44,7 +44,8 @@ def split(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") ->
     """This rank's share along a dimension of a tensor that every rank has whole. Local.
 
     Spec over ranks: ``[x] * ranks -> x.split(space.shares(dim), dim)``; a grouped axis is split up and merged again.
-    grad: whether the gradients of x are shares that sum up ("sum", free) or whole on every rank (an all-gather).
+    grad: whether the gradients of x are shares that sum up ("sum", nothing is sent) or whole on every rank (an
+    all-gather).
 
     Raises: ValueError for a tensor that does not fit the form, or is not whole.
     """

@@ -119,7 +119,7 @@ def plan_stages(
     output may have; None allows any. memory: bytes that a rank can keep for backward, by default the hardware's. cores:
     group sizes of the grids to try, by default all divisors of the ranks; ``(1,)`` means no grid.
 
-    Raises: ValueError for unknown dimensions, stages that no sharding serves, or a memory limit that no way meets.
+    Raises: ValueError for unknown dimensions, stages without a possible sharding, or a memory limit that no plan meets.
     """
     stages, hardware = tuple(stages), Hardware.of(hardware)
     costs = Costs(_sizes(dims), integer("plan_stages: ranks", ranks, 1), hardware, training)

@@ -55,13 +55,13 @@ class Block:
     modules: their name in the model, with ``{i}`` for a layer's number; neighbouring blocks with ``{i}`` alternate,
     layer by layer. stream: the arguments with the rows to compute, and their forms; the module returns as many tensors,
     with the same forms and order. whole: dimensions that the module mixes. rows: other arguments with an entry per row,
-    and their forms; every rank gets them whole and passes on its share. shared: arguments that all rows use alike.
-    buffers: buffers and parameters inside the module that follow rows, such as tables of positions, and their forms.
-    rest: shardings that the model's code before this module allows (None is whole), or None if there is no such code.
-    gathers: inner modules whose output other rows read, such as a bias of pairs, each with its form and the dimensions
-    along which rows read it; the output is gathered along these. core: where the mixing happens, if ranks may share it
-    by heads or channels; without it the module mixes elsewhere. attention: the module attends over `whole` by
-    ``seqpar.attention`` with the plan of ``seqpar.parallel``, which ranks may share too. heads, kv_heads: of that
+    and their forms; every rank gets them whole and passes its share to the module. shared: arguments that all rows use.
+    buffers: buffers and parameters inside the module with an entry for each row, such as tables of positions, and their
+    forms. rest: shardings that the model's code before this module allows (None is whole), or None if there is no such
+    code. gathers: inner modules whose output other rows read, such as a bias of pairs, each with its form and the
+    dimensions along which rows read it; the output is gathered along these. core: where the mixing happens, if ranks
+    may share it by heads or channels; without it the module mixes elsewhere. attention: the module attends over `whole`
+    by ``seqpar.attention`` with the plan of ``seqpar.parallel``, which ranks may share too. heads, kv_heads: of that
     attention.
 
     Any other argument must be None when the module is called.
@@ -141,7 +141,7 @@ class Spec:
     blocks, row by row. outside: modules that run on whole tensors, before the first block or after the exit. own:
     parameters and buffers of the model itself that it uses outside, or between blocks along dimensions that are whole.
 
-    A module with parameters or buffers that is in none of these lists is refused.
+    A module with parameters or buffers that is in none of these lists raises an error.
     """
 
     model: str

@@ -214,7 +214,7 @@ class Mask(Fact):
         `depths`. window: (left, right) as of `Mask`, counted along the path. A chain of nodes is the causal mask of its
         documents.
 
-        Raises: ValueError for nodes in another order, printing a right one, for parents that do not lead to a root, and
+        Raises: ValueError for nodes in another order, printing a valid one, for parents that do not lead to a root, and
         for nodes without a token. NotImplementedError for a window to the right.
         """
         reach = reach_along_paths(checked_window(window, False))
@@ -312,14 +312,14 @@ class Mask(Fact):
     def bounds(self, positions: ArrayLike, *, band: int = 0) -> tuple[Ints, Ints]:
         """``lo, hi`` int64 of the queries at these global positions; a pad row, position -1, gets an empty interval.
 
-        Raises: ValueError for a position outside the batch, or a band that the mask has not.
+        Raises: ValueError for a position outside the batch, or a band that the mask does not have.
         """
         return self._band(band).bounds(positions_of(positions, self.tokens))
 
     def until(self, *, band: int = 0) -> Ints:
         """The end, int64 [kv_tokens], of the queries that may see each key, in key coordinates.
 
-        Raises: ValueError for a band that the mask has not.
+        Raises: ValueError for a band that the mask does not have.
         """
         until = self._band(band).until
         keys = np.arange(self.kv_tokens)
@@ -424,7 +424,7 @@ class Mask(Fact):
     def plot(self, path: str | Path) -> None:
         """Write a picture: keys that queries see, by band, and for trees the nodes on the path of each query.
 
-        path: its suffix decides the format. Of more than 2,048 queries or keys so many of each are looked at.
+        path: its suffix decides the format. Of more than 2,048 queries or keys, 2,048 of each are sampled.
 
         Raises: ImportError without matplotlib, OSError and ValueError for a file that cannot be written.
         """

@@ -26,13 +26,13 @@ LIMIT = 1 << 31  # rows and tokens must be fewer
 
 
 class Plan(Derived):
-    """Who computes which queries, with whose keys, for one batch.
+    """Which rank computes which queries, with which keys, for one batch.
 
     layout: where query rows are held. kv_layout: where keys are held, if not with the queries; required if their
     numbers differ. ulysses: how many consecutive ranks exchange tokens for heads; it divides the ranks. One number, or
-    one per document; in a list, documents on a single rank keep width 1 and move nothing. transport: how keys travel
-    between groups. node: consecutive ranks per node. Ulysses groups must then lie inside a node; under "fetch" a key
-    enters a node once; "double_ring" takes it as its inner ring (by default the largest divisor of the ranks up to
+    one per document; in a list, documents on a single rank keep width 1 and move nothing. transport: how keys reach
+    other groups. node: consecutive ranks per node. Ulysses groups must then lie inside a node; with "fetch" a key is
+    sent to a node once; "double_ring" takes it as its inner ring (by default the largest divisor of the ranks up to
     their square root). stage_bytes: the most that one fetched stage of keys and values may take. rows: rows of each
     rank's query shard (and of its key shard, unless laid out apart), at least its tokens; rows after the tokens are
     pads.
@@ -131,7 +131,7 @@ class Plan(Derived):
     def plot(
         self, path: str | Path, *, call: dict[str, Any] | None = None, panel: str | None = None, dark: bool = False
     ) -> None:
-        """Write a picture: who holds which document, degrees, rows and area by rank, bytes between ranks, forecast.
+        """Write a picture: ranks of each document, degrees, rows and area by rank, bytes between ranks, forecast.
 
         For a tree or several bands it also shows which keys a query sees. path: its suffix decides the format. call:
         heads, kv_heads, dim and dtype as in `bytes`; by default the forecast's. panel: draw "documents", "degrees",

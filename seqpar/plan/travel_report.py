@@ -47,9 +47,9 @@ def describe(
 
     Backward sends the gradients back, those of rows before runs in the dtype of sums. layer: its heads and dims. dtype:
     of q, k, v and the convolution's rows. gates: of decay and beta. device: "cuda" or "cpu", with so many threads of a
-    rank. travel: as of `seqpar.recurrent.linear_attention`. Tells the runs and how many documents are on several ranks;
-    how states or rows travel, and what each way would cost; how rows reach the convolution; and for each rank, up to
-    64, its runs, the exchanges it takes part in, states, rows and bytes.
+    rank. travel: as of `seqpar.recurrent.linear_attention`. The text has the runs and the number of documents on
+    several ranks; the method that sends states or rows, and the cost of each method; how rows reach the convolution;
+    and for each rank, up to 64, its runs, the exchanges it takes part in, states, rows and bytes.
 
     Raises: TypeError unless these are a plan and a layer, ValueError for an unknown travel, dtype or device,
     NotImplementedError for a plan of trees.

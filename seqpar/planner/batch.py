@@ -70,19 +70,20 @@ def plan_batch(
 ) -> Plan:
     """The plan of a packed batch whose slowest rank is predicted to finish earliest.
 
-    lengths: tokens of each document, or the batch as a mask, as of trees or unions, to which the model's windows
-    are added. masks: one for all layers, or one per layer; by default causal with the model's windows. The plan has
-    the mask of most layers; the others are ``plan.with_mask(mask)``. model, hardware: values, or names of presets;
-    a model given by name recomputes as little in backward as memory allows. node: consecutive ranks that share fast
+    lengths: tokens of each document, or the batch as a mask, for example of trees or unions; the model's windows are
+    added to it. masks: one for all layers, or one per layer; by default causal with the model's windows. The plan has
+    the mask of most layers; the others are ``plan.with_mask(mask)``. model, hardware: values, or names of presets; a
+    model given by name recomputes as little in backward as memory allows. node: consecutive ranks that share fast
     links, by default the machine's. token_slack: the fraction by which a rank's rows may exceed the mean (plus one
-    row). max_tokens_per_rank: a limit besides that of memory. lockstep: whether ranks wait for each other in every
-    layer and before the head, as under FSDP; False if only the step's end is common, as under DDP. Without token_slack
-    it changes nothing.
+    row). max_tokens_per_rank: a limit in addition to memory. lockstep: whether ranks wait for each other in every layer
+    and before the head, as with FSDP; False if they wait only at the end of a step, as with DDP. Without token_slack it
+    changes nothing.
 
     ``plan.forecast`` has the predicted seconds of every rank, a lower bound for any plan, and the gap between them.
 
     Raises: ValueError for lengths that `Mask` refuses, for masks of other lengths, and for a batch that does not fit,
-    naming the number of ranks that would do. NotImplementedError for 2**31 tokens or more, which kernels cannot number.
+    naming the number of ranks that would suffice. NotImplementedError for 2**31 tokens or more, which kernels cannot
+    number.
     """
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,

@@ -21,8 +21,8 @@ Seconds = NDArray[np.float64]
 class Forecast:
     """The prediction of a training step, forward and backward.
 
-    ticks: of each rank by phase. bound: ticks that no plan of this batch beats. second: the seconds of a tick. rows: of
-    each rank. memory: the bytes that rows take. node: consecutive ranks that share fast links.
+    ticks: of each rank by phase. bound: a lower bound on the ticks of any plan of this batch. second: the seconds of a
+    tick. rows: of each rank. memory: the bytes that rows take. node: consecutive ranks that share fast links.
     """
 
     ticks: Ticks

@@ -71,9 +71,9 @@ class AttentionCost:
     """Seconds of a rank's kernels, by the formula in the header of this file.
 
     rate: asymptotic operations per second of forward, over attended pairs. backward_rate: the same for backward,
-    counted as 2.5 forwards. piece: seconds of one more piece of a document, besides its rows and pairs. query_pairs,
-    key_pairs: cost of a query row, and of a fetched key row, in pairs. stage: seconds of a step besides its pieces:
-    launch and merge.
+    counted as 2.5 forwards. piece: seconds of one more piece of a document, in addition to its rows and pairs.
+    query_pairs, key_pairs: cost of a query row, and of a fetched key row, in pairs. stage: seconds of a step in
+    addition to its pieces: launch and merge.
 
     Raises ValueError for a figure outside `RANGES`.
     """
@@ -175,7 +175,7 @@ class Hardware:
         return hardware
 
     def among(self, ranks: int) -> Hardware:
-        """The machine with the channels that a pair inside a node gets if a node has so many of the ranks."""
+        """The machine with the channels that a pair inside a node gets if a node has this many of the ranks."""
         link = self.inside
         if link.channels is None or (channels := p2p_channels(ranks)) == link.channels:
             return self

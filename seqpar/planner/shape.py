@@ -34,8 +34,8 @@ class ModelShape:
     recompute: what backward recomputes: "none", the "attention" (or recurrent) block from norm to output, or "full"
         layers.
     recurrent: the layer that `recurrent_layers` of the layers have. The others have attention unless `attention_layers`
-        says how many have: all layers where both stand side by side, fewer where some layers have an ffn alone.
-        `windows` are of the layers with attention. ffn_layers: layers with an ffn or experts, by default all.
+        says how many have: all layers if both are in one layer, fewer if some layers have only an ffn. `windows` are of
+        the layers with attention. ffn_layers: layers with an ffn or experts, by default all.
     output_gate: whether attention's output is multiplied by a gate of its size, projected from the layer's input.
 
     Raises ValueError for sizes that contradict each other.

@@ -64,7 +64,7 @@ def plan_step(
     micro-batch by its number of labels, not equally: micro-batches differ in tokens.
 
     Raises: ValueError for a document that fits no micro-batch, naming the longest that would fit and the fewest ranks
-    that would do; for fewer micro-batches than memory allows, or more than documents; and as ``plan_batch``.
+    that would suffice; for fewer micro-batches than memory allows, or more than documents; and as ``plan_batch``.
     """
     tokens = lengths_in(lengths)
     needed = int(tokens.max())

@@ -46,9 +46,9 @@ class PeerComm(CommBase[PeerChannel]):
 
     group: a `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group: processes of one machine. device: this
     rank's, by default the current one. pool_bytes: device memory that peers can write, for `empty` and for tensors
-    received outside it; 1/8 is for messages that find no room in the rest, and come in pieces. timeout: seconds after
-    which a wait fails. check: how often verbs compare their arguments over the ranks. signals: how streams signal, see
-    `Cuda`.
+    received outside it; 1/8 is reserved for messages that do not fit in the rest and are sent in pieces. timeout:
+    seconds after which a wait fails. check: how often verbs compare their arguments over the ranks. signals: how
+    streams signal, see `Cuda`.
 
     A collective constructor. CPU tensors are sent over the hosts' comm. A sub shares its parent's `stats`, whose
     `sent_to` counts by the parent's ranks. The pool lives until `close`, or until the process ends, since memory that

@@ -326,8 +326,9 @@ class ShmComm(ProcessComm[ShmChannel]):
     group: a `ProcessGroup`, a 1-D `DeviceMesh` (of a larger mesh: ``mesh["cp"]``), or None for the default group; only
     its store is used. timeout: seconds after which a wait fails. check: how often verbs compare their arguments over
     the ranks, "batch" (once per plan and signature) or "call"; kept as `check_every`. pool_bytes: how much memory of
-    `empty` peers can write at once; by default the machine's, at most 64 GiB. It is address space until it is touched.
-    A bit more is kept for messages, so that ranks can agree and stage small tensors while the pool is full.
+    `empty` peers can write at once; by default the machine's, at most 64 GiB. It takes only address space until it is
+    used. A little more is reserved for messages, so that ranks can agree and stage small tensors while the pool is
+    full.
 
     Memory from `empty`, where results of verbs are too, is shared: a fork that writes to it changes its parent's, and
     sees what its parent writes later, so give it a clone. All processes need the same user and pid namespace. Bytes
@@ -338,7 +339,7 @@ class ShmComm(ProcessComm[ShmChannel]):
 
     Raises: ValueError for a group without this process or whose ranks do not share a machine, and on all ranks for
     invalid arguments of one; NotImplementedError without the compiled extension; RuntimeError quoting a rank that could
-    not take part; PeerError naming ranks that did not come.
+    not take part; PeerError naming ranks that did not take part.
     """
 
     direct = True

@@ -65,7 +65,7 @@ def attention(
     gradient is required. accuracy: "exact", or "fast", with which "auto" also takes other libraries' kernels where a
     row's keys come in several steps. These round each step's result, and each step's gradients, to the inputs' dtype
     before they are merged or added in float32, which makes the error at most 1.5 times that of one step. Where "auto"
-    takes none of them, as on a CPU, "fast" is "exact". It is refused together with a kernel's name.
+    takes none of them, as on a CPU, "fast" is "exact". It cannot be combined with a kernel's name.
 
     In a compiled model ``plan`` is a handle, ``seqpar.bind(plan, comm)``, without a comm; the plan and the comm work
     too once `bind` has seen them. A graph is compiled once, not once per plan.

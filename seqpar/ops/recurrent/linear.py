@@ -54,11 +54,11 @@ def linear_attention(
     requires a gradient. kernel: "auto", "native" (on the CPU), "fla" (flash-linear-attention, on CUDA in 16 bits),
     "chunked" or "reference"; "auto" takes the first of them that can compute the call.
 
-    travel: what ranks send; all ways are exact. "gather": each rank gets the states of all runs before its last one in
-    each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it, in
-    steps. "pipeline": so too, but each block of heads is computed from the state that enters it, which it passes on: no
-    maps, and nothing is computed beforehand. "rows": rows go to a contiguous layout and results come back; between the
-    two, states pass by the cheapest of the others. "auto": what costs least by `seqpar.plan.travel`, which
+    travel: what ranks send; all methods are exact. "gather": each rank gets the states of all runs before its last one
+    in each document, and their maps, in one exchange each way. "chain": each run gets one state, of the run before it,
+    in steps. "pipeline": the same, but each block of heads is computed from the state that enters it, which it passes
+    on: no maps, and nothing is computed beforehand. "rows": rows go to a contiguous layout and results come back;
+    between the two, states pass by the cheapest of the others. "auto": what costs least by `seqpar.plan.travel`, which
     `seqpar.recurrent.describe` shows; nothing is sent for documents that no two ranks share.
 
     The recurrence runs over whole documents in order, whatever the mask's window is.
