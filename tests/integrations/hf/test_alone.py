@@ -10,22 +10,12 @@ import seqpar
 from seqpar.comm import PeerError
 from seqpar.testing import run_processes
 from tests.comm import cases
-
-transformers = pytest.importorskip("transformers")
-
-
-def model():
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
+from tests.integrations.hf.models import build
 
 
 def evaluates_alone(comm):
     """Rank 0 evaluates, rank 1 does not: first where rank 0 says that it is alone, then where it does not."""
-    llama, ids = model(), torch.arange(12)[None]
+    llama, ids = build("llama").eval(), torch.arange(12)[None]
     with torch.no_grad():
         expected = llama(input_ids=ids, labels=ids).loss
         handle = seqpar.parallelize(llama, comm)
@@ -42,7 +32,7 @@ def evaluates_alone(comm):
 
 def ends_first(comm):
     """The loader of rank 1 has one batch less, and its process ends then."""
-    llama, ids = model(), torch.arange(12)[None]
+    llama, ids = build("llama").eval(), torch.arange(12)[None]
     seqpar.parallelize(llama, comm)
     with torch.no_grad():
         for _ in range(2 - comm.rank):

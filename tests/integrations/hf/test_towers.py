@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import seqpar
-from seqpar import Comm, LocalComm
+from seqpar import Comm
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.vision import ParallelVision
 from seqpar.testing import run_threads
@@ -20,12 +20,12 @@ from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, SEEN, Architectur
 from tests.ecosystem.images import brought, one_process, padded, pooled_of
 from tests.ecosystem.ways import Outcome, cut, islands, outcome
 from tests.integrations.hf.test_vision import compare
+from tests.ranks import errors_on_copies
 
 TEXT = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-WAIT = 200.0  # seconds that ranks wait for each other
 
 
 def lfm3_vl() -> tuple[transformers.PreTrainedModel, list[dict[str, Tensor]]]:
@@ -95,7 +95,7 @@ def test_features_of_sound_come_home_as_they_are() -> None:
     assert torch.allclose(torch.cat([out.last_hidden_state for out in found]), expected.last_hidden_state)
 
 
-def test_images_before_layers_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_before_layers_that_share_keys() -> None:
     """Gemma 4 would cut the inputs of those layers to the rows whose logits are asked for."""
     config = transformers.Gemma4Config(
         text_config=TEXT | {
@@ -114,18 +114,6 @@ def test_images_before_layers_that_share_keys(monkeypatch: pytest.MonkeyPatch) -
     ids[1, :, 3:7] = SEEN["image"]
     patches = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
     stepped(model, ids, pixel_values=torch.rand(1, 16, 48).double(), image_position_ids=patches)
-    given, forward = list[int](), torch.nn.Linear.forward
-
-    def noting(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-        if layer is model.lm_head:
-            given.append(x.shape[1])
-        return forward(layer, x)
-
-    monkeypatch.setattr(torch.nn.Linear, "forward", noting)  # a hook of the head's would have logits made
-    with seqpar.parallelize(model, LocalComm()):
-        given.clear()
-        model(input_ids=ids[0].expand(2, -1), labels=ids[0].expand(2, -1)).loss.backward()
-    assert given == [0], "the head makes no logits where the loss needs none"
 
 
 def test_a_model_that_trains_only_with_token_types() -> None:
@@ -236,15 +224,6 @@ def test_router_logits_that_no_call_asks_for() -> None:
     trained(row, "qwen3_vl_moe", output_router_logits=False)
 
 
-def late(comm: Comm, model: transformers.PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[str, float]:
-    """The error of a call, and the seconds that it took."""
-    own = copy.deepcopy(model)
-    with seqpar.parallelize(own, comm), pytest.raises(Exception) as raised:  # noqa: PT011
-        begin = time.monotonic()
-        own(**batches[comm.rank])
-    return f"{raised.type.__name__}: {raised.value}", time.monotonic() - begin
-
-
 @pytest.mark.parametrize("kind", ["llava", "llama"])
 def test_any_error_after_the_models_own_forward_is_told_to_all_ranks(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -259,9 +238,10 @@ def test_any_error_after_the_models_own_forward_is_told_to_all_ranks(
     monkeypatch.setattr(Outputs, "_loss", failing)
     model = build(IMAGES.get(kind) or Architecture(kind, "dense"), dtype=torch.float32)
     ids = torch.arange(1, 13)[None]
-    (one, waited), (other, _) = run_threads(2, late, model, [{"input_ids": ids, "labels": ids}] * 2, timeout=WAIT)
-    assert other == "MemoryError: nothing left"
-    assert "PeerError" in one and "MemoryError: nothing left" in one and waited < WAIT / 2
+    begin = time.monotonic()
+    one, other = errors_on_copies(model, lambda own, comm: own(input_ids=ids, labels=ids))
+    assert time.monotonic() - begin < 100.0, "half of the time that ranks wait for each other"
+    assert other == "MemoryError: nothing left" and "PeerError" in one and other in one
 
 
 def test_an_output_that_nobody_knows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
