@@ -105,7 +105,7 @@ def share(
 
     batch: "input_ids" (or "inputs_embeds" [..., E]) padded [B, S], packed [1, T] or [T], or a list of documents [S_i].
     In the same form, with a value per token: "labels" or "shift_labels" (or both, if they agree), "position_ids", and
-    any other tensor [B, S, ...], which moves along unchanged. "attention_mask" [B, S] of 0 and 1: tokens with 0 are
+    any other tensor [B, S, ...], whose rows move unchanged. "attention_mask" [B, S] of 0 and 1: tokens with 0 are
     left out, wherever they are; or the number of each token's document in its row, ascending from 1. None, or a batch
     without rows, is empty, as for a rank whose loader has ended.
 
@@ -116,7 +116,7 @@ def share(
     place in the document, if it has a row of its own, or if cu_seqlens or attention_mask has its start.
     (``plan.rope_positions(rank)`` is always the place among the document's tokens.)
 
-    source: "sharded": every rank brings other documents, and their union is computed; ranks exchange only lengths and
+    source: "sharded": every rank supplies other documents, and their union is computed; ranks exchange only lengths and
     counts, and each row moves once. "replicated": all ranks hold the same batch, which a digest checks, and nothing
     moves. plan: ``(lengths, ranks) -> Plan``, called with the mask in place of lengths for trees; pass a model and a
     machine with ``functools.partial(seqpar.plan_batch, model=..., hardware=...)``. The default plans for a Llama of 8B

@@ -1,4 +1,4 @@
-"""Whether a batch that was read ahead still has its values, as it has not if its loader fills the same memory anew."""
+"""Whether a batch that was read ahead still has its values, or its loader has filled the same memory again."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class Facts(NamedTuple):
 class BatchUnion(NamedTuple):
     """The union of all batches as every rank knows it, and this rank's own batch.
 
-    lengths: tokens of each document. holder: the rank that brought it, ascending; None if every rank has all documents.
-    places, valid: as in `Packed`, for the union. tree: the mask of documents that are trees.
+    lengths: tokens of each document. holder: the rank that supplied it, ascending; None if every rank has all. places,
+    valid: as in `Packed`, for the union. tree: the mask of documents that are trees.
     """
 
     own: Packed

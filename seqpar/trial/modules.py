@@ -17,7 +17,7 @@ OF_CHANNELS = ("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 
 
 def mixing(model: nn.Module) -> list[str]:
-    """Why a model with PyTorch's attention cannot be computed row by row, as far as classes and configs tell."""
+    """Why a model with PyTorch's attention cannot be computed row by row, as far as classes and configs show."""
     reasons = []
     names = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _over_tokens(m)]
     if names:

@@ -1,1 +1,1 @@
-"""transformers models under a plan: their attention, whether they fit, and the forward that shares a batch out."""
+"""transformers models under a plan: their attention, whether ranks can compute them, and the forward on all ranks."""

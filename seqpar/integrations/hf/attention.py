@@ -116,7 +116,7 @@ def _mask(
 
 
 def left_out(rule: Rule, config: PreTrainedConfig | None) -> UnsupportedMask | None:
-    """The error for a causal mask of layers that are not: "sdpa" leaves such a mask out, and "eager" heeds it."""
+    """The error for a causal mask of layers that are not: "sdpa" leaves such a mask out, and "eager" applies it."""
     if not rule.causal or rule.block or getattr(config, "use_bidirectional_attention", None) not in (True, "all"):
         return None
     return UnsupportedMask(
@@ -214,7 +214,7 @@ LAYER = "_seqpar_layer"  # on modules of a parallel model: a number for those th
 
 
 def layer_of(module: nn.Module) -> int | None:
-    """The number of a layer, by which it drops other pairs than the next one; None if nothing tells it."""
+    """The number of a layer, by which it drops other pairs than the next one; None if it is unknown."""
     own = getattr(module, "layer_idx", None)
     return module.__dict__.get(LAYER) if own is None else own
 

@@ -158,7 +158,7 @@ class TransformerHandle(ParallelModel):
         return read(self._read_ahead(batch), Reading(self.fit.shift)).lengths
 
     def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a loader's batch that tell its documents."""
+        """The entries of a loader's batch that determine its documents."""
         unread = OF_LOSS if self.fit.local_head is not None else ()
         return {name: batch[name] for name in (*ROWS, *DOCUMENTS) if name in batch and name not in unread}
 
@@ -184,7 +184,7 @@ class TransformerHandle(ParallelModel):
     def local(self) -> Iterator[None]:
         """Inside, the model is as before, on this rank alone.
 
-        Rotary embeddings forget afterwards what lengths they met inside, as other ranks have not met them.
+        Afterwards rotary embeddings forget the lengths from inside, which other ranks have not seen.
         """
         attention = self._before if self._before != KEY else "eager"
         with super().local(), implementation(self.text, attention), forgotten(self._rotaries):

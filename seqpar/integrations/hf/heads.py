@@ -109,8 +109,8 @@ def pad_of(model: PreTrainedModel) -> int:
 class HeadCall:
     """A call of a model whose head pools, on this rank's own batch.
 
-    comm: of the parallel model. error: why it is refused; ranks hear of it in the base model's call, and raise it
-    together. averaged: whether the loss is for a wrapper that averages gradients. share: of the base model's call, once
+    comm: of the parallel model. error: why it is refused; ranks exchange it in the base model's call, and all raise
+    it. averaged: whether the loss is for a wrapper that averages gradients. share: of the base model's call, once
     it was made.
     """
 

@@ -75,7 +75,7 @@ class Rule(NamedTuple):
         causal. Any other mask is that of causal layers without limits. In a tree a window counts along the path.
         stated: whether the mask states documents alone, whichever it is.
 
-        Raises: UnsupportedMask for other rules and masks, and for blocks, which a plan does not tell.
+        Raises: UnsupportedMask for other rules and masks, and for blocks, which a plan does not contain.
         """
         if self.block:
             raise UnsupportedMask(

@@ -54,7 +54,7 @@ class ParallelTransformer(TransformerHandle):
     sum the gradients over ranks (`seqpar.train.sync_gradients`), or let a wrapper average them over ``average_over``
     ranks (DDP, FSDP2, accelerate). With ``num_items_in_batch`` the loss is this rank's share, the sum over its tokens /
     ``num_items_in_batch``, and the caller scales it for wrappers, as transformers' Trainer does. It counts the labels
-    of every rank's batch, also where all ranks bring the same one.
+    of every rank's batch, also if all ranks supply the same one.
 
     Outputs per token (logits, last_hidden_state, hidden_states) are returned for the rank's own batch, in its shape. In
     training with labels ``out.logits``, and hidden states that a class returns with it, are None: the loss is
@@ -218,7 +218,7 @@ class ParallelTransformer(TransformerHandle):
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one leaves, so that they do not wait for the timeout.
 
-        Layers have told them of a mask that no plan has.
+        Layers have already announced a mask that no plan has.
         """
         if self.comm.size > 1 and not isinstance(error, UnsupportedMask):
             self.comm.abort(f"{type(self.model).__name__}.forward: {type(error).__name__}: {error}")

@@ -25,8 +25,8 @@ from seqpar.train.sums import reported, sum_under
 class Outputs(NamedTuple):
     """The outputs of a parallel model.
 
-    copies: how often num_items_in_batch counts a label. returned: outputs other than those with a row per
-    token that are returned.
+    copies: how often num_items_in_batch counts a label. returned: names of outputs to return in
+    addition to those with a row per token.
     """
 
     model: PreTrainedModel

@@ -2,7 +2,7 @@
 
 ::
 
-    original   whoever changes it afterwards means this model too: taken over at the next forward
+    original   later changes apply to this model too, from its next forward on
     copy       the model's config, which names seqpar's attention; undo brings its changes to the original
 """
 

@@ -51,10 +51,11 @@ Check = Callable[[PreTrainedModel, dict[str, Any]], None]
 
 
 class BatchCall(NamedTuple):
-    """A forward as this rank is asked for it.
+    """A call of the forward on this rank.
 
-    what: its name in messages. batch: the entries that are shared out. error: why it is refused, which all ranks raise.
-    facts: what ranks compare. count: num_items_in_batch on the host. averaged: whether a wrapper averages its loss.
+    what: its name in messages. batch: the entries that move to other ranks. error: why it is refused, which all ranks
+    raise. facts: what ranks compare. count: num_items_in_batch on the host. averaged: whether a wrapper averages its
+    loss.
     """
 
     what: str

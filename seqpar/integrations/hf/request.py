@@ -1,4 +1,4 @@
-"""A call of a parallel transformers model: its arguments by name, and which of them several ranks can serve."""
+"""A call of a parallel transformers model: its arguments by name, and which of them several ranks support."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Rotary embeddings whose angles depend on the longest position: of all ranks' batches, as one process would have it.
 
 ``dynamic`` and ``longrope`` of transformers choose their frequencies by the largest of the positions that they are
-given. Ranks tell each other how long their batches are, and each embedding gets one position more than its rows: the
-longest. Its angles are dropped again. ``dynamic`` also keeps the largest length that it has met. What one rank computes
-alone must leave no trace in it, or ranks would turn the next batch by different angles.
+given. Ranks exchange how long their batches are, and each embedding gets one position more than its rows: the longest.
+Its angles are dropped again. ``dynamic`` also keeps the largest length so far. A forward of one rank alone must not
+change that length, or ranks would rotate the next batch by different angles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _kinds(module: nn.Module) -> list[Any]:
 
 
 def lengths_kept(rotaries: Sequence[nn.Module]) -> list[dict[str, int]]:
-    """The largest lengths that rotary embeddings have met, by the name of the attribute. Waits for the device."""
+    """The largest lengths of rotary embeddings so far, by the name of the attribute. Waits for the device."""
     return [{name: int(length) for name, length in _lengths(rotary).items()} for rotary in rotaries]
 
 

@@ -1,7 +1,7 @@
 """Towers of models of images, video or sound: their inputs, and runs on blank ones.
 
-A rank without images, where others have some, runs the towers on a blank image of a shape that another rank has, and
-adds 0 of it. So its towers have gradients, and take part in collectives of DDP and FSDP2.
+If only other ranks have images, a rank runs its towers on a blank image of the shape of one of theirs, and adds 0 times
+the result. So its towers have gradients, and take part in collectives of DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Towers(NamedTuple):
         return next((own[name] for name in others if name in taken), None)
 
     def _lent(self, kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What other ranks need of this one's inputs to run towers on blank ones, by names of `_features`."""
+        """The properties of this rank's inputs that other ranks need for blank ones, by names of `_features`."""
         features = self._features(kind)
         assert features is not None
         named = inspect.signature(features).parameters

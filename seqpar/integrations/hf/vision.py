@@ -1,4 +1,4 @@
-"""transformers models of images, video or sound: towers see what their rank brings, then rows of tokens are shared.
+"""transformers models of images, video or sound: towers run on their rank's batch, then rows of tokens are shared.
 
     this rank's batch ─► towers, embeddings, positions   the model's own code
                           │  share     rows of all ranks' batches move to who computes them
@@ -10,9 +10,9 @@
                           ▼
                          logits of this rank's batch
 
-What the model hands to its text model is what moves: embeddings with the features of images in them, positions in three
-dimensions, features that are added between layers. Masks in which images see themselves whole are read from the mask
-functions that the model composes, and all ranks learn where images lie.
+The inputs of the text model are moved between ranks: embeddings with the features of images in them, positions in three
+dimensions, features that are added between layers. Masks in which the tokens of an image see each other are read from
+the mask functions that the model composes, and ranks exchange where images are.
 """
 
 from __future__ import annotations

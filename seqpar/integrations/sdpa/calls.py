@@ -1,8 +1,8 @@
 """When a model of plain PyTorch is tried, and by which ranks.
 
 A model is tried when a comm first sees it, in training and in eval, and again when the class or forward of one of its
-modules is another on some rank (`seqpar.trial.identity`). Ranks tell each other before each forward, so all of them try
-it at a time, and refuse it together.
+modules is another on some rank (`seqpar.trial.identity`). Ranks exchange this before each forward, so all of them try
+it at the same time, and refuse it together.
 
 Ranks may meet in a model's forward: in an exchange of its own, in FSDP's gathers, in DDP's buffers. Then each of them
 must run it equally often. If ranks of several comms meet there, which may have other plans, each comm tries it once.
