@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,12 +51,6 @@ def sharded(mask: Tensor, comm: Comm) -> Tensor:
     return seqpar.shard(mask, PLAN, comm.rank)
 
 
-def causally(x: Tensor) -> Tensor:
-    """The same in the part of Python that can be scripted."""
-    q, k, v = x.transpose(1, 2).unbind()
-    return F.scaled_dot_product_attention(q, k, v, None, 0.0, True).transpose(0, 1)
-
-
 def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
     def by_hand(x: Tensor) -> Tensor:
         q, k, v = x.transpose(1, 2)
@@ -65,16 +58,10 @@ def test_attention_of_a_models_own_is_replaced_by_torchs() -> None:
         return (scores.softmax(-1) @ v).transpose(0, 1)
 
     assert torch.allclose(by_hand(WHOLE), expected())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(causally)
-    assert torch.allclose(scripted(WHOLE), expected())
-    for own in (by_hand, scripted):
-        with advised(
-            RuntimeError,
-            "call F.scaled_dot_product_attention from Python where the model has its own attention code",
-        ):
-            on_two_ranks(lambda comm, rows, own=own: own(rows))
+    with advised(
+        RuntimeError, "call F.scaled_dot_product_attention from Python where the model has its own attention code"
+    ):
+        on_two_ranks(lambda comm, rows: by_hand(rows))
     assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
 
 
@@ -250,17 +237,14 @@ def test_samples_heads_and_rows_come_in_torchs_order() -> None:
     assert torch.allclose(on_two_ranks(turned), expected())
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_one_sample_of_rows_is_not_rows_of_samples(local: bool) -> None:
+def test_one_sample_of_rows_is_not_rows_of_samples() -> None:
     def apart(x: Tensor) -> Tensor:
         """[T, H, 1, D] in place of [1, H, T, D]."""
         return F.scaled_dot_product_attention(*x.unsqueeze(3), is_causal=True)[:, :, 0]
 
     with advised(ValueError, "give the model [1, T] in place of [T, 1], or select such calls with local="):
         on_two_ranks(lambda comm, rows: apart(rows))
-    if not local:
-        assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
-        return
+    assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
 
     def rank(comm: Comm) -> bool:
         rows = seqpar.shard(WHOLE, PLAN, comm.rank, dim=1)

@@ -122,11 +122,6 @@ def test_changes_that_would_make_other_numbers(change, words) -> None:
         assert all(each.startswith(words) for each in found), found
 
 
-def test_ranks_without_rows_hear_of_a_refusal() -> None:
-    found = run_threads(8, changed, drawn, GRID, timeout=60.0)
-    assert all("mix.0 calls rand_like" in first for first, _ in found)
-
-
 def test_a_later_forward_walks_over_the_modules_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(Weather)
     parallelize(model, LocalComm(), WEATHER, plan=SHARDED)

@@ -12,14 +12,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import seqpar
 from seqpar import Layout, LocalComm, Mask, Plan
-from seqpar.comm import Comm
 from seqpar.kernels import CallSpec, Kernel, choose
 from seqpar.ops.attention import call
-from seqpar.testing import run_threads
 from tests.integrations.diffusers_models import loss_of
 from tests.integrations.diffusers_models import made as diffuser
 from tests.integrations.hf.models import build, packed
 from tests.integrations.sdpa.test_sdpa import TOKENS, E, inputs, made
+from tests.ranks import errors
 
 PLAN = Plan(Mask([TOKENS]), Layout.contiguous(TOKENS, 1))
 
@@ -108,13 +107,9 @@ def test_numerics_reach_every_call(run: Callable[..., None], asked: list[tuple[b
 
 
 def test_ranks_compare_numerics() -> None:
-    def rank(comm: Comm) -> str:
-        with pytest.raises(ValueError) as error:
-            seqpar.parallelize(build("llama"), comm, deterministic=comm.rank == 0)
-        return str(error.value)
-
     told = "ranks differ in deterministic: True on rank 0; False on rank 1"
-    assert all(told in text for text in run_threads(2, rank))
+    for said in errors(lambda comm: seqpar.parallelize(build("llama"), comm, deterministic=comm.rank == 0)):
+        assert told in said
 
 
 @pytest.mark.parametrize("sdpa", [False, True], ids=["transformers", "sdpa"])

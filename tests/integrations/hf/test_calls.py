@@ -281,20 +281,6 @@ def test_a_class_that_takes_no_items_after_all_is_served_without() -> None:
         torch.testing.assert_close(model(**batch).loss, expected)
 
 
-def test_the_same_pairs_are_dropped_on_any_number_of_ranks() -> None:
-    model = build("llama", attention_dropout=0.5)
-    batch = packed(generator(), [11, 23])
-    torch.manual_seed(5)
-
-    def steps(own: Any, comm: Comm) -> list[float]:
-        return [float(own(**batch).loss.detach()) for _ in range(2)]
-
-    (alone,) = on_copies(model, steps, ranks=1, source="replicated", plan=PLANS["ring"])
-    assert abs(alone[0] - alone[1]) > 1e-4, "another batch, other pairs"
-    for losses in on_copies(model, steps, ranks=3, source="replicated", plan=PLANS["ring"]):
-        assert losses == pytest.approx(alone, rel=1e-6)
-
-
 def encoder(kind: str, **more: Any) -> Any:
     """A small encoder in training, whose layers have no index, and drop pairs."""
     import transformers
