@@ -285,7 +285,7 @@ class ProcessComm(CommBase[P]):
                 self._post_control({peer: [own]}, {peer: [heard]}, tag._replace(stage=stage)).wait()
                 own = torch.maximum(own, heard)
         except PeerError as error:
-            raise self._naming_silent(error, tag) from error
+            raise self._naming_silent(error, tag) from None
         largest, smallest, most = own.tolist()
         return int(most) if largest == -smallest else None
 

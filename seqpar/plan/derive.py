@@ -126,7 +126,10 @@ class Derived(Fact):
 
     def _check_rank(self, rank: int) -> None:
         if not is_integer(rank) or not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank!r} is not one of the plan's {self.ranks} ranks; give 0 to {self.ranks - 1}")
+            raise ValueError(
+                f"rank {rank!r} is not one of the plan's {self.ranks} ranks; give 0 to {self.ranks - 1}, or make the "
+                "plan for all ranks of the comm"
+            )
 
     def positions(self, rank: int, side: str = "q") -> Ints:
         """Global positions [rows] of a rank's rows, -1 for pads."""

@@ -24,8 +24,9 @@ WITHOUT_SHM = native.missing()
 KINDS = ["gloo", pytest.param("shm", marks=pytest.mark.skipif(WITHOUT_SHM is not None, reason=WITHOUT_SHM or ""))]
 
 SCRIPT = """
-    import gc, os, socket, sys, threading, torch, torch.distributed as dist
+    import gc, os, socket, sys, threading, time, torch, torch.distributed as dist
     from datetime import timedelta
+    from pathlib import Path
     from seqpar import GroupComm, ShmComm
     from seqpar.train import all_sum
 
@@ -41,10 +42,13 @@ SCRIPT = """
         del comm
         dist.barrier()
         dist.destroy_process_group()
-        listens = False
+        listens, ended = False, Path(sys.argv[2]) / str(len(found))
         if int(os.environ["RANK"]) == 0:
             with socket.socket() as probe:
                 listens = probe.connect_ex(at) == 0
+            ended.touch()
+        while not ended.exists():  # else rank 1 may join the store that rank 0 has yet to end
+            time.sleep(0.01)
         for thread in threading.enumerate():
             if thread is not threading.main_thread():
                 thread.join(60.0)
@@ -62,8 +66,8 @@ def test_a_new_group_begins_where_rank_0_kept_the_store_of_the_one_before(tmp_pa
     port = str(kept.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(int(WITHOUT_SHM is None))], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, cwd=Path(__file__).parents[2],
+            [sys.executable, script, str(int(WITHOUT_SHM is None)), tmp_path], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
             env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)},
         )
         for rank in range(2)

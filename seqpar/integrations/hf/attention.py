@@ -26,7 +26,7 @@ from seqpar.ops import attention, bind
 from seqpar.ops.attention.signature import Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.collective_op import layer_calls
-from seqpar.parallel import derived_seed, surrounding
+from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
 
 KEY = "seqpar"
@@ -84,13 +84,12 @@ def _mask(
             f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
             f"{remedy if mixing_layers(config) != mixing_layers(config, recurrent=True, shared=True) else ''}"
         )
-    try:
-        around = surrounding()
-    except RuntimeError as error:
+    if not surrounded():
         raise RuntimeError(
             f"no plan surrounds this call of a model whose attention is {KEY!r}; give the model to "
             "seqpar.parallelize(model, comm), or its rows to it inside `with seqpar.parallel(plan, comm):`"
-        ) from error
+        )
+    around = surrounding()
     if batch_size != 1 or q_length != kv_length:
         raise NotImplementedError(
             f"{batch_size} rows of {q_length} queries and {kv_length} keys: seqpar takes the plan's rows [1, T], and "

@@ -355,8 +355,9 @@ def test_a_class_with_a_table_of_attentions_of_its_own_fails_as_the_page_says(ki
 def test_rows_of_ones_own_without_a_plan_or_in_several_rows() -> None:
     model = build("llama")
     model.set_attn_implementation(keys.KEY)
-    with pytest.raises(RuntimeError, match="no plan surrounds"):
+    with pytest.raises(RuntimeError, match="no plan surrounds") as raised:
         model(input_ids=IDS)
+    assert raised.value.__context__ is None
     plan = Plan(Mask([9, 9]), Layout.contiguous(18, 1))
     with seqpar.parallel(plan, LocalComm()):
         with pytest.raises(NotImplementedError, match="2 rows of 9 queries"):

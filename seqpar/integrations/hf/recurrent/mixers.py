@@ -69,7 +69,7 @@ class SurroundingDocuments(PlanSource):
             raise RuntimeError(
                 f"a recurrent layer found no plan: {error}; call the model that was given to seqpar.parallelize, or "
                 "work inside handle.local()"
-            ) from error
+            ) from None
         return Given(of_documents(plan), comm, None)
 
 

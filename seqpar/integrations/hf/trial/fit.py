@@ -100,7 +100,7 @@ def _fit_of_twin(model: PreTrainedModel, where: str) -> ModelFit:
         try:
             fit = fitting(twin)
         except NotImplementedError as error:
-            raise unlike(model, where, f"it is refused: {error}") from error
+            raise unlike(model, where, f"it is refused: {error}") from None
     return fit._replace(head=None if fit.head is None else model.get_output_embeddings())
 
 
