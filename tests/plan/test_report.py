@@ -107,6 +107,15 @@ def test_describe_of_many_ranks_is_short(transport: str) -> None:
     assert ("keys fetched" in text) == (transport == "fetch")
 
 
+def test_many_degrees_are_told_by_powers_of_two() -> None:
+    lengths = [100 * n for n in range(1, 40)]
+    plan = Plan(Mask(lengths), Layout.contiguous(sum(lengths), 780))
+    told = plan.describe().split("documents by degree: ")[1].splitlines()[0]
+    counts = [int(part.split(" on ")[0]) for part in told.split(", ")]
+    assert sum(counts) == 39 and len(counts) <= 6
+    assert told.endswith(f"to {plan.degrees.max()}")
+
+
 @pytest.mark.parametrize("transport", ["fetch", "ring", "gather"])
 def test_ranks_of_huge_batches_have_no_line_each(transport: str) -> None:
     """For which gigabytes of rows would be looked at one by one, for minutes."""
