@@ -83,37 +83,28 @@ def check_synced(results: list[tuple[list[Tensor | None], int]]) -> None:
         assert sent <= math.ceil(math.log2(size)) * (widest + padding)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 26])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients_are_summed_over_threads(ranks: int, bucket_bytes: int) -> None:
-    check_synced(run_threads(ranks, synced, bucket_bytes))
-
-
-@pytest.mark.parametrize("comm", ["gloo", pytest.param("shm", marks=SHARED)])
-def test_gradients_are_summed_over_processes(comm: str) -> None:
-    check_synced(run_processes(3, synced, 300, comm=comm))
-
-
 # with the first, gradients of few bytes are summed as those of many are: from where they lie
 MANY, FEW = {"FEW": 0, "JOINED": 40}, {"FEW": 1 << 20}
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(("ranks", "both"), [(2, 0), (2, 1 << 20), (3, 0), (4, 0)])
-def test_many_gradients_are_summed_where_they_lie(ranks: int, both: int, direct: bool) -> None:
-    with mock.patch.multiple(summing, **MANY, BOTH=both):
-        for bucket_bytes in (300, 1 << 26):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [FEW, MANY | {"BOTH": 0}, MANY | {"BOTH": 1 << 20}], ids=["few", "many", "both"])
+def test_gradients_are_summed_over_threads(sizes: dict[str, int], ranks: int, direct: bool) -> None:
+    with mock.patch.multiple(summing, **sizes):
+        for bucket_bytes in (1, 300, 1 << 26):
             check_synced(run_threads(ranks, synced, bucket_bytes, direct=direct))
 
 
-def many_synced(comm: Comm) -> tuple[list[Tensor | None], int]:
-    with mock.patch.multiple(summing, **MANY):
-        return synced(comm, 1 << 26)
+def synced_in_sizes(comm: Comm, sizes: dict[str, int], bucket_bytes: int) -> tuple[list[Tensor | None], int]:
+    with mock.patch.multiple(summing, **sizes):
+        return synced(comm, bucket_bytes)
 
 
+@pytest.mark.parametrize(("sizes", "bucket_bytes"), [(FEW, 300), (MANY, 1 << 26)], ids=["few", "many"])
 @pytest.mark.parametrize("comm", ["gloo", pytest.param("shm", marks=SHARED)])
-def test_many_gradients_are_summed_where_they_lie_over_processes(comm: str) -> None:
-    check_synced(run_processes(3, many_synced, comm=comm))
+def test_gradients_are_summed_over_processes(comm: str, sizes: dict[str, int], bucket_bytes: int) -> None:
+    check_synced(run_processes(3, synced_in_sizes, sizes, bucket_bytes, comm=comm))
 
 
 def placed_differently(comm: Comm) -> list[bool]:
