@@ -179,7 +179,7 @@ class TimedCase:
 
 
 def longest_document(model: ModelShape, device: torch.device, seconds: float, most: int) -> int:
-    """Tokens, a power of two up to `most`, of a document whose forward takes about so many seconds."""
+    """Tokens, a power of two up to `most`, of a document whose forward takes about that many seconds."""
     length = 256
     while length < most:
         probe = TimedCase(Case((length,)), model, device)

@@ -334,7 +334,7 @@ class ProcessComm(CommBase[P]):
 
 
 class WorkBase(Generic[C]):
-    """`Work` with its waiting: it counts the time, tells all ranks of an error, and of a work dropped without a wait.
+    """`Work` with its waiting: it counts the time and reports to all ranks an error, or a work dropped without a wait.
 
     Subclasses add `_finish`, and `_keep` if peers may still read or write the tensors after an error.
     """

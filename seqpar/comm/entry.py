@@ -41,9 +41,10 @@ class ThreadEntry:
 class entered:
     """``with entered(comm, what):`` a call of a `Comm`, named for errors. A comm of one rank lets any threads enter.
 
-    aborts: whether an error tells the other ranks why this one leaves, so that they do not wait for the timeout.
+    aborts: whether an error is reported to the other ranks, so that they do not wait for the timeout.
 
-    Raises: RuntimeError if another thread is inside; the comm is then dead, as ranks would no longer meet.
+    Raises: RuntimeError if another thread is inside; the comm is then dead, as later calls of ranks would no longer
+    match.
     """
 
     def __init__(self, comm: Any, what: str, *, aborts: bool = False) -> None:

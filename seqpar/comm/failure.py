@@ -117,7 +117,7 @@ class RootCause:
         return bool(self._store.check([f"{self._key}/asked"]))
 
     def answer(self, peer: int) -> None:
-        """Tell whom this rank waits for, on the calling thread."""
+        """Report the ranks that this one waits for, on the calling thread."""
         self._store.set(f"{self._key}/waits/{self._rank}", str(peer))
 
     def note_refusal(self, agreement: str, why: str) -> None:

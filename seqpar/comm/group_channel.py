@@ -139,7 +139,7 @@ class GroupChannel(ProcessChannel):
         self.fail(f"in {describe(work.tag)}: interrupted by Ctrl-C")
 
     def _answer(self, work: WorkBase[Any]) -> None:
-        """Tell a rank that asks, since its wait has lasted too long, whom this one waits for."""
+        """Report the ranks that this one waits for to a rank that asks because its wait has lasted too long."""
         peer = work.awaited()
         try:
             if peer is not None and self.cause is None and self.root_cause.asked():

@@ -1,4 +1,4 @@
-"""Who waits for whom in a world of `LocalComm`, and what its ranks do, in words."""
+"""The waits between ranks in a world of `LocalComm`, and what its ranks do, in words."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Waits:
         return [number - head.rank + peer for peer in sorted(head.sends.keys() | head.recvs.keys())]
 
     def awaited(self, rank: int) -> list[int]:
-        """The ranks that a waiting rank needs in order to continue: they have not come to agree, or not posted."""
+        """The ranks that a waiting rank needs in order to continue: they have not called agree, or have not posted."""
         if rank in self.agreeing:
             return self.agreeing[rank].missing
         return [

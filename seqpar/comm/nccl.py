@@ -4,7 +4,7 @@ The comm's own communicator has a stream of high priority, so that a transfer wa
 attention kernel that fills the GPU, and nothing of the group's other users stands between two exchanges. Its ranks meet
 over the group's store under a key of the comm, as those of the gloo twin do, so no other rank takes part. torch's
 `new_group(use_local_synchronization=True)` would not do: it names a group by the number of groups that this process is
-in, so ranks that differ in that never meet; and with a group bound to a device it splits the default group's
+in, so ranks that differ in that never connect; and with a group bound to a device it splits the default group's
 communicator, in which all ranks of the job must take part.
 
 In a communicator over several nodes each pair of ranks has as few channels as a network card needs, whatever the links

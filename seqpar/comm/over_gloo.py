@@ -3,8 +3,8 @@
 gloo matches messages by (pair, number), first in, first out. It ends the process if a message is longer than its
 buffer; a shorter one fills the beginning. So there are two kinds of numbers: headers share one number and have buffers
 for the longest header, so that a pair in different exchanges finds out from the first header; tensors are numbered by a
-hash of their header, so that they never meet the buffer of another exchange. A message costs far more than a few bytes,
-so a pair's tensors follow their header in one message if they are small together.
+hash of their header, so that they are never received by another exchange. A message costs far more than a few bytes, so
+a pair's tensors follow their header in one message if they are small together.
 """
 
 from __future__ import annotations

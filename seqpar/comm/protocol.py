@@ -262,7 +262,7 @@ def rounds(
 
     nodes: the node of each rank, if pairs inside a node have a lane of their own. A message is placed by its pair's
     lane, its offset ``(receiver - sender) mod size`` and its index in the pair's list. Sender and receiver know all
-    three, so all ranks cut alike without a message.
+    three, so they cut identically, with no communication.
     """
     half = MESSAGES_PER_EXCHANGE // 2
     per_peer = max(1, half // max(1, min(size - 1, half)))
@@ -390,7 +390,7 @@ class Contribution(NamedTuple):
     def of(cls, what: str, facts: Any, error: Exception | None, value: object = None) -> Contribution:
         """The contribution of a rank, with an error if facts are unnamed or have no `repr`, or a value does not pickle.
 
-        That is not raised here, since the other ranks wait for this one to tell them.
+        That is not raised here, since the other ranks wait for this one's report.
         """
         if not isinstance(facts, Mapping):
             error = TypeError(f"{what}: facts must be a mapping of names to values, got {facts!r:.200}; give a dict")

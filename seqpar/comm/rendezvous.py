@@ -44,7 +44,7 @@ class Rendezvous:
 
     name: of the object to create, for errors. store: the group's. timeout: seconds to wait for a rank.
 
-    Meetings have numbers, and the store counts who comes. The last one to come opens a meeting, and whoever leaves
+    Meetings have numbers, and the store counts who comes. The last rank to call opens a meeting, and a rank that leaves
     before that ends it for all, in one atomic write each; the others go on to the next one. So all ranks are present in
     an open meeting, even one that missed an earlier one or left it early. Contributions go up a tree of ranks and come
     down in one piece: a rank sends and asks for a few messages, however many ranks there are.

@@ -155,7 +155,7 @@ def count_once(x: Tensor, comm: Comm) -> Tensor:
 
 
 def follows_alike(x: Tensor) -> bool:
-    """Whether x depends on a result that all ranks use alike, whose gradient each of them must have whole."""
+    """Whether x depends on a result that all ranks use identically, whose gradient each of them must have whole."""
     waiting, seen = [x.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -237,7 +237,7 @@ class _SplitReplicated(torch.autograd.Function):
 
 
 def unshard_alike(x: Tensor, plan: Plan, comm: Comm, *, dim: int, start: int) -> Tensor:
-    """`unshard` with a result that all ranks use alike: x's gradient is its slice from start on, without a message."""
+    """`unshard` for a result that all ranks use identically: x's gradient is a slice of it, with nothing sent."""
     return _UnshardAlike.apply(x, plan, comm, dim, start)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -159,7 +159,7 @@ def by_name(forward: Callable[..., Any], what: str) -> Callable[[Sequence[Any], 
 
 
 def run_stage(module: nn.Module, block: Block, forward: Any, run: StageRun, arguments: Arguments, grad: str) -> Any:
-    """A stage's outputs, in the sharding in which the model goes on.
+    """A stage's outputs, in the sharding that the model's next code gets.
 
     forward: the module's own. grad: how the final gradient counts.
 

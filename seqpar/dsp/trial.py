@@ -224,7 +224,7 @@ def _many_differ(a: Tensor, b: Tensor, rough: bool) -> bool:
 
 
 class HeldTensors:
-    """The tensors that a module holds, besides parameters and buffers, before it is called on shares."""
+    """The tensors that a module holds, other than parameters and buffers, before it is called on shares."""
 
     def __init__(self, module: nn.Module) -> None:
         self.noted = [(x, version_of(x)) for x in _tensors_in(module)]

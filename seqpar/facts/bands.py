@@ -142,7 +142,7 @@ class Meetings(NamedTuple):
 
 
 def meetings(band: Band, pieces: Runs, first: Ints) -> Meetings:
-    """The runs of keys that pieces of queries meet. first: the first query of each piece in key coordinates.
+    """The runs of keys that pieces of queries see. first: the first query of each piece in key coordinates.
 
     Each piece lies in one span. Of the keys before ``hi`` of its first query only the runs are visited that this query
     may see, so closed subtrees cost nothing.

@@ -170,9 +170,9 @@ def tile_tables(
 
 
 def _jumps(lo: Ints, hi: Ints, key_pos: Ints, bm: int, bn: int) -> Ints:
-    """Rows whose keys begin or end at least two key tiles from those of the row before.
+    """Rows whose keys begin or end at least two key tiles from the previous row's.
 
-    Query tiles that restart there may visit fewer key tiles. Empty if there are too many for that to pay.
+    Query tiles that restart there may visit fewer key tiles. Empty if there are too many for that to be worthwhile.
     """
     far = 2 * bn
     # Positions are at least as far apart as their rows.

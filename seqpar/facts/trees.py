@@ -42,7 +42,7 @@ class Paths(NamedTuple):
         return np.where(at < 0, -1, self.depth[run] + at - self.start[run])
 
     def before(self, at: Ints, by: int) -> Ints:
-        """The tokens so many places up the paths of the tokens at these positions; -1 where a path has fewer."""
+        """The tokens a number of places up the paths of the tokens at these positions; -1 where a path has fewer."""
         above = np.array(_runs_above(self.end.tolist()), np.int64)
         run = interval_of(at, self.start)
         depth = self.depth[run] + at - self.start[run] - by

@@ -1,4 +1,4 @@
-"""The picture of a plan: who holds which document, how evenly work is shared, who sends to whom, the forecast.
+"""The picture of a plan: the ranks of each document, how evenly work is shared, bytes between ranks, the forecast.
 
 Of a tree and of several bands also which keys a query sees.
 """

@@ -11,9 +11,10 @@ products that take as long.
 row takes, in forward, ``6 K V + 4 C (K + V)`` operations; a training step computes it twice in forward and twice as
 much in backward, so a direction takes twice that on average. What a run does to a state takes half of it, and with
 matrices as maps, which are K more columns in addition to the V of the state, ``(V + K) / V`` times that half. With a
-state for each channel an element of it takes a row as long as `STEP` operations, and what a run does to it comes with
-that, but for one step a chunk. A device computes some heads at once: as many as threads on the CPU, which the fewer
-heads of a block leave idle otherwise, and `WIDTH` on a GPU, where all of them go from chunk to chunk together.
+state for each channel an element of it takes a row as long as `STEP` operations, and what a run does to it is a
+by-product, except for one step per chunk. A device computes some heads at once: as many as threads on the CPU, which
+the fewer heads of a block leave idle otherwise, and `WIDTH` on a GPU, where all of them go from chunk to chunk
+together.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ STEP = 1200  # a core took 47 ns for an element of 16 states of 512 channels, fo
 class LayerWork(NamedTuple):
     """A layer's computation, in both directions on average. heads, groups: those of values, and of keys.
 
-    width: heads that are computed at once. row: bytes for a row of so many heads. leave: of those, if only what the row
-    does to a state is computed, and its map.
+    width: heads that are computed at once. row: bytes for a row of that many heads. leave: of those, if only what the
+    row does to a state is computed, and its map.
     """
 
     heads: int
@@ -248,7 +249,7 @@ class RecurrentLayer:
         return self.heads * (4 * k * (v + k) if self.delta else 2 * k * v)
 
     def kept(self, hidden: int) -> int:
-        """Elements per token that the layer keeps for backward, besides float32 logarithms of decays.
+        """Elements per token that the layer keeps for backward, in addition to float32 logarithms of decays.
 
         The inputs of the norm and of the projections; of the convolution, and what it gives; of the gate and of the
         norm behind the recurrence, and of the last projection. A convolution alone stands between two products.

@@ -174,7 +174,7 @@ def fetch(demand: Demand, home: int, own_keys: Ints, stage_rows: int) -> Iterato
     """Each owner sends each group only the keys that the group sees, in stages of at most ``stage_rows`` rows.
 
     A stage is a slice of the receiver's keys in position order. There are as few stages as the limit allows and, if
-    they are large, two small ones at the end: nothing hides the gradients of the last.
+    they are large, two small ones at the end: the gradients of the last do not overlap with computation.
     """
     if demand.groups == 1:
         return
@@ -393,10 +393,10 @@ class SeenKeys(NamedTuple):
 def _downstream(
     demand: Demand, seen: SeenKeys, home: int, inner: int
 ) -> tuple[Ints, NDArray[np.bool_], NDArray[np.bool_]]:
-    """How far home's own pieces go; and of every piece, whether home gets it, and whether it then goes on.
+    """How far home's own pieces go; and of every piece, whether home gets it, and whether home passes it on.
 
-    From home keys go round the rest of its node, and then to the nodes before their owner's. So a piece goes on if the
-    next place in home's node, or the next node, that sees it comes early enough.
+    From home keys go round the rest of its node, and then to the nodes before their owner's. So a piece is passed on if
+    the next place in home's node, or the next node, that sees it comes early enough.
     """
     groups, group = demand.groups, demand.needs.group
     nodes, hop = groups // inner, hops_to(group, home, groups, inner)

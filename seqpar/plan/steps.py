@@ -1,4 +1,4 @@
-"""One rank's view of a plan: its part of every head trade, and its steps, in which keys arrive and queries meet them.
+"""One rank's view of a plan: its part of every head trade, and its steps, in which keys arrive and are attended to.
 
 The rows of each tensor are numbered from 0::
 
@@ -154,7 +154,7 @@ class Step(Memo):
 
     @cached_property
     def bands(self) -> tuple[StepBand, ...]:
-        """The step in each band of the mask; a band's pairs are computed after those of the band before."""
+        """The step in each band of the mask; a band's pairs are computed after the previous band's."""
         return tuple(StepBand.of(self.part.pos, bounds, self.pos) for bounds in self.part.bands)
 
     @cached_property

@@ -23,7 +23,7 @@ a run, so with W for the work of the longest run's rows, in bytes, and `LATENCY`
     n (W / B + L + S / B) + (B - 1) L
 
 and more where a device computes several heads at once, but a block has fewer: `seqpar.plan.recurrence` has the work.
-Everything is computed from integers that all ranks have, so they choose alike. Sources: Sun et al. 2025 (LASP-2)
+Everything is computed from integers that all ranks have, so all make the same choice. Sources: Sun et al. 2025 (LASP-2)
 gather; Sun et al. 2024 (LASP) is the pipeline of one block; Chou et al. 2025 (ZeCO) is the chain.
 """
 

@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     received: Ints
 
     def times(self, size: int) -> Counts:
-        """The bytes, if each has so many."""
+        """The bytes, if each has that many."""
         return Counts(self.sent * size, self.received * size)
 
     def plus(self, other: Counts) -> Counts:

@@ -255,7 +255,7 @@ def _with_recurrent(
     ticks: Ticks, w: RecurrentWeights, rows: Ints, passed: Callable[[int], LayerTraffic],
     slowest_of: Callable[[Ticks], Ints],
 ) -> Ticks:  # fmt: skip
-    """The ticks of candidates with those of recurrent layers. rows: [candidates, ranks].
+    """The ticks of candidates, including recurrent layers. rows: [candidates, ranks].
 
     What these layers pass is counted last, and only for candidates that may be the fastest. One that is slower without
     it than another one with it has too few ticks then, but not so few that it would be chosen.
@@ -386,7 +386,7 @@ def shortlist(placed: list[tuple[Knobs, Placement]], *, thorough: bool) -> list[
 
 
 def _counted(layers: Layers, placed: list[Placement], ranks: int, node: int) -> list[Candidate]:
-    """The placements with their counts, and where it may pay also with keys that enter a node once."""
+    """The placements with their counts, and where it may be worthwhile also with keys that enter a node once."""
     rivals, placed = [], [_as_planned(p, layers[0][0].lengths) for p in placed]
     each = counted_each(layers, placed, ranks=ranks, node=node)
     for placement, plain in zip(placed, each, strict=True):

@@ -90,7 +90,7 @@ def _area_at_most(mask: Mask) -> int:
 
 
 def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> int:
-    """An upper bound of a rank's ticks besides its documents: fetched keys, stages, pieces, waiting, merged rows."""
+    """An upper bound of a rank's ticks beyond its documents: fetched keys, stages, pieces, waiting, merged rows."""
     tokens = layers[0][0].tokens
     stages = tokens // max(1, stage_bytes // w.row_bytes) + 3
     links = (w.inside, w.across)

@@ -1,8 +1,8 @@
 """What recurrent layers pass between ranks under a layout, and what they cost, without deriving any rank's moves.
 
 A layer costs a row the same wherever it is, and more in a run that others continue, whose state and map it makes. Its
-rank then waits for states and for the rows before its runs, in each direction, which nothing hides. Both travel in the
-way that the layer will choose, by `seqpar.plan.travel`.
+rank then waits for states and for the rows before its runs, in each direction, without overlap. Both travel in the way
+that the layer will choose, by `seqpar.plan.travel`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Items(NamedTuple):
         return cls(near, np.maximum(far.sent, far.received))
 
     def plus(self, other: Items, times: int = 1) -> Items:
-        """These, and the others so many times."""
+        """These plus a number of times the others."""
         return Items(self.near + times * other.near, self.far + times * other.far)
 
     @property
@@ -153,8 +153,8 @@ class ItemTicks(NamedTuple):
 class RecurrentWeights:
     """The recurrent layers of a model on a machine, in ticks, all layers, forward and backward.
 
-    layer: what one of them passes. row: of a row. leave: of a row in a run that others continue, besides. items: as of
-    `LayerTraffic`. passes: of a layer, in a step. near, far: the latency of an exchange inside a node and beyond.
+    layer: what one of them passes. row: of a row. leave: of a row in a run that others continue, in addition. items: as
+    of `LayerTraffic`. passes: of a layer, in a step. near, far: the latency of an exchange inside a node and beyond.
     """
 
     layer: LayerBytes
@@ -219,7 +219,7 @@ class RecurrentWeights:
         return rows * self.row + carried.leaving * self.leave, waiting
 
     def most(self, tokens: int) -> int:
-        """An upper bound of a rank's ticks besides those of its rows, if it passes at most as many runs as tokens."""
+        """An upper bound of a rank's ticks in addition to its rows, if it passes at most as many runs as tokens."""
         passed = sum(each.times * sum(each[:3]) for each in self.items.values())
         # a chain is taken only if its exchanges cost less than what would be gathered
         exchanges = 8 + tokens * (self.layer.state + self.layer.map) // LATENCY

@@ -11,8 +11,9 @@ computation as `seqpar.ops.attention.schedule` orders them::
 A mask's further bands are further launches of every step, and a row that sees keys in several of them is read and
 written once more for each, as if a further step had brought these keys.
 
-All counts are in ticks, integers of 1/1024 of the cost of an attended pair, so that every rank decides alike whatever
-its processor and numpy. For a batch whose ticks exceed 64 bits, a tick is 2, 4, 8 ... times as long (see `scale`).
+All counts are in ticks, integers of 1/1024 of the cost of an attended pair, so that every rank decides identically on
+any processor and with any numpy. For a batch whose ticks exceed 64 bits, a tick is 2, 4, 8 ... times as long (see
+`scale`).
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Weights:
 
     @property
     def per_row(self) -> int:
-        """Ticks of a row besides attention, forward and backward: linear layers, recurrences and its label."""
+        """Ticks of a row in addition to attention, forward and backward: linear layers, recurrences and its label."""
         return self.row + self.label + (0 if self.recurrent is None else self.recurrent.row)
 
     def areas(self, pairs: Ints) -> Ints:
@@ -179,7 +180,8 @@ PHASES = ("attention", "recurrent", "exposed", "linear", "head")
 class Ticks(NamedTuple):
     """Ticks of a training step by rank, int64 [..., ranks].
 
-    exposed: waiting for transfers that nothing hides. linear: linear layers. recurrent: recurrences and convolutions.
+    exposed: waiting for transfers that do not overlap with computation. linear: linear layers. recurrent: recurrences
+    and convolutions.
     """
 
     attention: Ints
@@ -258,7 +260,7 @@ def _exposed(
     near: Ints, far: Ints, keys: Ints, grads: Ints, latency: Ints, grad_latency: Ints, stages: Ints,
     tapered: NDArray[np.bool_],
 ) -> Ints:  # fmt: skip
-    """Ticks of transfers that computation does not hide.
+    """Ticks of transfers that do not overlap with computation.
 
     While a stage is computed, the next stage's keys arrive and the previous stage's gradients leave. There are `stages`
     equal stages; if tapered, two more of a quarter and a 16th of the size that equal stages alone would have.

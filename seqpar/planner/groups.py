@@ -41,13 +41,13 @@ class Fetching(NamedTuple):
     width: int = 1
 
     def busy(self, keys: Count, merging: Count) -> Count:
-        """Ticks in which each rank of a group computes on so many fetched keys, which so many of its rows see."""
+        """Ticks in which each rank of a group computes on its fetched keys. merging: rows that see them."""
         stages = -(-keys // (self.rows * self.width))
         launched = stages + 2 * (keys >= TAPERED * (stages + (stages == 0)))
         return (self.key * keys + self.merge * merging * ((launched + 1) // 2)) // self.width + self.stage * launched
 
     def waiting(self, keys: Count, sent: Count) -> Count:
-        """Ticks in which each rank of a group waits, if the group fetches and sends so many keys."""
+        """Ticks in which each rank of a group waits for the keys that the group fetches and sends."""
         return self.wait * ((keys + sent + abs(keys - sent)) // 2) // self.width
 
     @staticmethod

@@ -272,7 +272,7 @@ _NODE = 8
 
 
 def p2p_channels(ranks: int) -> int:
-    """NCCL's channels between two ranks of a communicator of so many ranks in one node, for up to 16 MiB a channel.
+    """NCCL's channels between two ranks of a communicator of `ranks` ranks in one node, for up to 16 MiB a channel.
 
     They are halved until a rank could exchange with every other at once. Source: `ncclTopoComputeP2pChannels` and
     `scheduleP2pTasksToPlan` of NCCL 2.27 to 2.30 (``src/graph/paths.cc``, ``src/enqueue.cc``). On several nodes each

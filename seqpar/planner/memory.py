@@ -1,4 +1,4 @@
-"""Bytes of a training step on a rank, besides the model's own state, which is `Hardware.reserve`."""
+"""Bytes of a training step on a rank, without the model's state, which is `Hardware.reserve`."""
 
 from __future__ import annotations
 

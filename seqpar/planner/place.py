@@ -36,7 +36,7 @@ FEW = 64  # fewer rows on a rank do not pay for their fetched keys
 class Documents(NamedTuple):
     """Documents to place: tokens, and ticks of each whole on one rank, int64 [documents].
 
-    row: ticks of a row besides its attended pairs. fetch: what cut documents cost on a rank.
+    row: ticks of a row in addition to its attended pairs. fetch: what cut documents cost on a rank.
     """
 
     lengths: Ints
@@ -371,7 +371,7 @@ class _Board:
         return Pieces(document[some], (start + count - taken)[some], taken[some], rank[some])
 
     def _mixed(self, documents: Ints) -> Ints:
-        """The documents in an order in which every stretch has long and short ones alike."""
+        """The documents in an order in which every stretch has both long and short ones."""
         if not documents.size:
             return documents
         order = documents[np.lexsort((documents, -self.batch.lengths[documents]))]

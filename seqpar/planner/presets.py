@@ -1,7 +1,7 @@
 """Sizes of published models, as fields of `ModelShape`.
 
-They are those of the published configurations. WLB-LLM (Wang et al. 2025, OSDI) only says 550M parameters: a Llama of
-that size stands in.
+They are the published configurations. WLB-LLM (Wang et al. 2025, OSDI) only says 550M parameters: a Llama of that size
+stands in.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def _most(problem: Problem) -> int:
 def split(lengths: Ints, ticks: Ints, row: int, *, capacity: int, count: int | None = None) -> list[Ints]:
     """Documents of each micro-batch, ascending. No document may exceed the capacity, in tokens.
 
-    ticks: the cost of each document; row: the cost of a token besides attention. count: number of micro-batches, by
-    default the fewest found: best fit alone searches for the lengths that fill them to the last token.
+    ticks: the cost of each document; row: the cost of a token in addition to attention. count: number of micro-batches,
+    by default the fewest found: best fit alone searches for the lengths that fill them to the last token.
 
     Raises: ValueError if ``count`` micro-batches cannot hold the documents, or outnumber them.
     """

@@ -145,7 +145,7 @@ ALL_SUM.define(None, "(Tensor[] xs, Tensor[] handles, bool[] grads) -> (Tensor[]
 
 
 def _agreed(x: Tensor, comm: Comm, *, requires_grad: bool) -> Tag:
-    """The tag of a call that all ranks make alike."""
+    """The tag of a call that all ranks make with the same arguments."""
     with agreement("all_sum", comm) as call:
         call.facts, call.digest = _facts(x.shape, x.dtype, x.device.type, requires_grad)
     return Tag(call.digest, comm.next_call(), 0, 0, "all_sum (forward)")

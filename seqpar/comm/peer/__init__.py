@@ -14,8 +14,9 @@ numbered; an epoch is a message's number. A rank's streams only wait on words of
                copy, write(arrival of rank 1, sent) -- arrive ->
     wait       wait(sent)                                          wait(arrival), mark if poisoned
 
-A message that the pool has no room for comes in pieces: see `pieces`. Each piece has an offer and an epoch of its own.
-While it waits, the receiver's host makes its landing stream wait for a piece, copy it to the tensor, and write `lane`.
+A message that does not fit in the pool is sent in pieces: see `pieces`. Each piece has an offer and an epoch of its
+own. While it waits, the receiver's host makes its landing stream wait for a piece, copy it to the tensor, and write
+`lane`.
 
 Destinations go from host to host (`offer`, `arrive`: the shared-memory mailbox that `ShmComm` uses too). Hosts
 communicate in `exchange` and `wait`, in the order of exchanges, and during an agreement (`progressing`); `wait` returns

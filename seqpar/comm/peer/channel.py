@@ -99,7 +99,7 @@ class PeerChannel(Channel):
             self.cuda.end(stream)
 
     def post(self, scope: int, tag: Tag, sends: _Side, recvs: _Side) -> PeerExchange:
-        """Make the current stream give its credits, tell peers, and push everything that peers wait for already."""
+        """Make the current stream give its credits, notify peers, and push everything that peers already wait for."""
         self.calls.append(tag)
         with self.lock:
             stream, work = self.cuda.current(), PeerExchange(tag)
@@ -342,7 +342,7 @@ class PeerChannel(Channel):
 
     @property
     def cause(self) -> tuple[int, str] | None:
-        """The (rank, reason) that killed the comm, None while it lives."""
+        """The (rank, reason) that killed the comm, None while it is usable."""
         if not self.end.alive:
             return self.rank, "the comm was dropped"
         text = self.ops.shm_cause(self.mail)
@@ -363,7 +363,7 @@ class PeerChannel(Channel):
             raise self.error(doing)
 
     def fail(self, reason: str) -> None:
-        """Make this rank's reason the root cause, unless there is one, and tell all ranks; in a fork do nothing."""
+        """Make this rank's reason the root cause, unless there is one, and report it to all ranks. Not in a fork."""
         # a work collected in one cycle with its comm comes after the end: peers read there that it closed
         if not (self.owner.in_own_process and self.end.alive):
             return

@@ -121,7 +121,7 @@ class Cuda:
         stream.wait_event(event)
 
     def write(self, stream: Any, words: Mapping[int, int]) -> None:
-        """In stream order: write address -> value, unordered; whoever sees one sees all earlier work."""
+        """In stream order: write address -> value, unordered; a rank that sees one sees all earlier work."""
         at, values = list(words), list(words.values())
         self._ops.peer_write(self.index, stream.cuda_stream, self._by_kernel, at, values)
 

@@ -32,8 +32,8 @@ def agreed(control: Comm) -> Iterator[None]:
 class PeerMemory:
     """`size` bytes of each rank's device, mapped by all ranks: `bases` are this process's addresses, by rank.
 
-    words, value: the number of first words of the own memory, and their value. mail: this rank's mailbox address, told
-    to the others: `mails` by rank. A collective, over the control comm of the hosts.
+    words, value: the number of first words of the own memory, and their value. mail: this rank's mailbox address, which
+    the others get: `mails` by rank. A collective, over the control comm of the hosts.
 
     Raises: NotImplementedError on every rank if one cannot map another's memory, or where `Cuda.order` does; an
     allocation error on its rank, and ValueError on the others.

@@ -1,4 +1,4 @@
-"""Messages that the pool has no room for: they come in pieces, through a small buffer for each peer.
+"""Messages that do not fit in the pool: they are sent in pieces, through a small buffer for each peer.
 
 The receiver cuts a message when it posts it, and offers a piece once one half of the buffer is free. The sender pushes
 the pieces that it is offered, so ranks need not know how much room the others have. A piece is a range of a tensor's

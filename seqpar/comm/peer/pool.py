@@ -68,7 +68,7 @@ class DevicePool:
                         streams.append(stream)
 
     def close(self) -> None:
-        """Forget the blocks; remaining tensors keep their address and nothing else."""
+        """Forget the blocks; remaining tensors keep only their address."""
         self._ops.peer_pool_close(self._number)
 
     def _collect(self) -> None:

@@ -1,4 +1,4 @@
-"""Whom each rank waits for, in memory that all ranks map: a wait that has lasted too long finds out who holds it up.
+"""The rank that each rank waits for, in memory that all ranks map, for a rank that has waited too long.
 
 The awaited rank may itself wait for another one, which is the one to name. A rank writes its word while it waits, and
 only after a while; it changes the beat in it each time, since the word of a rank that was stopped stays as it was.
@@ -33,7 +33,7 @@ class Board:
         self._words[self._rank] = (self._words[self._rank] // BEAT + 1) % BEAT * BEAT + peer + 1
 
     def clear(self) -> None:
-        """Write that this rank waits no more."""
+        """Write that this rank no longer waits."""
         self._words[self._rank] = self._words[self._rank] // BEAT * BEAT
 
     def read(self) -> list[int]:

@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
 
 
 class EndingBounds(NamedTuple):
-    """`Bounds`, and where keys end: a class of its own, as other launches would pay for an argument more."""
+    """`Bounds`, and where keys end: a separate class, as one more argument would make other launches slower."""
 
     pos: Tensor
     lo: Tensor

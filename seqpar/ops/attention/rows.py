@@ -60,7 +60,7 @@ class SharedRows(NamedTuple):
 
 
 class SummedRows(NamedTuple):
-    """Rows to which so many arriving ones are added."""
+    """Rows to which arriving ones are added."""
 
     rows: Index
     count: int

@@ -20,7 +20,7 @@ from their owners are posted two steps ahead, and three stages are alive::
 
 A plan with several Ulysses widths has a part for each, and steps part by part: widths rise in forward and fall in
 backward, as if forward ran back in time. Queries, keys and values, and their gradients, are more bytes than the output
-and its gradient. So what nothing hides is the smaller message both ways, here for widths 1 and 8::
+and its gradient. So the part without overlap is the smaller message in both directions, here for widths 1 and 8::
 
     forward    post qkv | compute 1 | wait qkv | compute 8 | post out, wait out
     backward   post dout, wait dout | compute 8 | post dqkv | compute 1 | wait dqkv

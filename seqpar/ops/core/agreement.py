@@ -1,4 +1,4 @@
-"""Around every verb's exchanges: ranks agree on the call first, and tell each other if it fails."""
+"""Around every verb's exchanges: ranks agree on the call first, and report a failure to each other."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def remember(comm: Comm, *keys: int, known: object = True) -> None:
 
 
 class PlanFact(str):
-    """A plan as a fact: its digest, which in messages is told in words. Keeps no plan alive."""
+    """A plan as a fact: its digest; messages describe the plan in words. Keeps no plan alive."""
 
     mask: Mask
     ranks: int

@@ -423,7 +423,7 @@ def refuse_double_backward(what: str, linear: Tensors | None = None) -> None:
 
 
 def check_stamp(what: str, comm: Comm, stamp: int, saved: Tensor | int) -> None:
-    """Raise RuntimeError, and tell the other ranks, if backward got the saved tensors of another call."""
+    """Raise RuntimeError, and report it to the other ranks, if backward got the saved tensors of another call."""
     if isinstance(saved, Tensor):
         saved = int(saved) if saved.dtype == torch.int64 and saved.numel() == 1 else -1
     if saved != stamp:

@@ -40,7 +40,7 @@ def check_repetition(what: str, comm: Comm, stamp: Hashable, values: str = VALUE
 
     values: what the stamp stands for, in words.
 
-    Raises: RuntimeError, and tells the other ranks, if the forward made no such call.
+    Raises: RuntimeError, also reported to the other ranks, if the forward made no such call.
     """
     regions = known_regions()
     if not regions and _repetition.stamps is None:
@@ -63,7 +63,7 @@ def _expecting(stamps: set[int]) -> Iterator[None]:
 
 
 def refuse_repetition(what: str, comm: Comm, values: str = VALUES) -> NoReturn:
-    """Raise RuntimeError, and tell the other ranks, for a repeated call with other values."""
+    """Raise RuntimeError, and report it to the other ranks, for a repeated call with other values."""
     with abort_on_error(comm, what):
         raise RuntimeError(
             f"{what} was recomputed under another {values} than in forward, or under none; "

@@ -143,7 +143,7 @@ def _agreed(
     xs: Sequence[Tensor], comm: Comm, split_dims: Sequence[int], concat_dims: Sequence[int], split: Sequence[int],
     concat: Sequence[int], grads: Sequence[bool],
 ) -> Tag:  # fmt: skip
-    """The tag of a call that all ranks make alike."""
+    """The tag of a call that all ranks make with the same arguments."""
     with agreement("switch", comm) as call:
         kinds = tuple([(x.shape, x.dtype, x.device.type) for x in xs])
         sides = tuple(split_dims), tuple(concat_dims), tuple(split), tuple(concat)
@@ -199,7 +199,7 @@ def _all_to_all(xs: Sequence[Tensor], comm: Comm, sides: tuple[Sequence[int], ..
 
 
 def _aborting(comm: Comm, tag: Tag) -> AbstractContextManager[None]:
-    """Tells the other ranks of an error in a part of the exchange, which they would wait for."""
+    """Reports an error in a part of the exchange to the other ranks, which would wait for that part."""
     return abort_on_error(comm, f"switch, call {tag.call}")
 
 

@@ -19,7 +19,7 @@ from seqpar.ops.recurrent.recompute import recomputed
 
 
 def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out, the states that documents end with, and what backward needs besides the inputs. A collective."""
+    """out, the states that documents end with, and what backward needs in addition to the inputs. A collective."""
     pipeline, (*rows, rates, initial), v = _pipeline(call), inputs, inputs[2]
     at, (_, opens, documents, closes, _) = pipeline.on(v.device), call.side.on(v.device)
     entering, leaving, out = _states(call, inputs, arriving=True), _states(call, inputs), _like(v, call)

@@ -34,7 +34,7 @@ StatesPassing = StateGather | StateChain | StatePipeline
 
 @dataclass(eq=False)
 class LinearCall(Record):
-    """A call: what its backward needs besides tensors.
+    """A call: what its backward needs in addition to tensors.
 
     channels: of `channel_scan`, whose tensors lack dims of heads and of values: each channel is a head of one value.
     recorded: a backward may follow.

@@ -1,4 +1,4 @@
-"""States in a chain: what enters a run comes from the run before it, in blocks of heads, and goes on to the next.
+"""States in a chain: what enters a run comes from the run before it, in blocks of heads, and is passed on to the next.
 
 ::
 

@@ -110,7 +110,7 @@ def checked_scale(scale: Any, dim: int) -> float:
 
 
 def most_threads(name: str, comm: Comm) -> int:
-    """The most threads that a rank's process computes with, which ranks tell each other once. A collective."""
+    """The largest number of threads of any rank's process, which ranks exchange once. A collective."""
     own = torch.get_num_threads()
     if comm.size == 1:
         return own

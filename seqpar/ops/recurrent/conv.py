@@ -138,7 +138,7 @@ def convolved(
 
 @dataclass(eq=False)
 class ConvCall(Record):
-    """A convolution: what its backward needs besides tensors."""
+    """A convolution: what its backward needs in addition to tensors."""
 
     rows: RowMap
     laid: RowsWithHalo

@@ -76,7 +76,7 @@ def passing(plan: Plan, rank: int, way: TravelWay) -> StateGather | StateChain:
 
 @dataclass(eq=False)
 class ScanCall(Record):
-    """A scan: what its backward needs besides tensors."""
+    """A scan: what its backward needs in addition to tensors."""
 
     passing: StateGather | StateChain
 

@@ -26,7 +26,7 @@ from seqpar.ops.recurrent.recompute import recording
 
 
 def forward(call: LinearCall, inputs: Sequence[Any], tag: Tag) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out, the states that documents end with, and what backward needs besides the inputs. A collective."""
+    """out, the states that documents end with, and what backward needs in addition to the inputs. A collective."""
     assert not isinstance(call.passing, StatePipeline)
     (begin, *passes), prepared = _before(call, inputs)
     passed = [] if call.passing is None else call.passing.forward(*passes, call.comm, tag)
