@@ -76,6 +76,15 @@ def _build(name: str, **more: Any) -> transformers.PreTrainedModel:
     return model.train()
 
 
+def drawn(kind: Any, config: transformers.PreTrainedConfig) -> Any:
+    """A model of a class in training, with weights at which everything matters."""
+    torch.manual_seed(3)
+    model = kind._from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.train()
+
+
 def _ids(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=generator)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AutoModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -32,6 +32,7 @@ from tests.integrations.hf.models import (
     batches,
     build,
     check,
+    drawn,
     holes,
     kept,
     logits_of,
@@ -529,15 +530,11 @@ def test_a_whole_model_can_be_compiled() -> None:
 
 def moshi() -> Any:
     """A model that returns its last hidden states beside its logits."""
-    torch.manual_seed(3)
     config = transformers.MoshiConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         head_dim=8, ffn_dim=48, max_position_embeddings=64, sliding_window=5, audio_vocab_size=32, pad_token_id=0,
     )  # fmt: skip
-    model = transformers.MoshiForCausalLM._from_config(config, attn_implementation="eager")
-    for p in model.parameters():
-        nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
-    return model.train()
+    return drawn(transformers.MoshiForCausalLM, config)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

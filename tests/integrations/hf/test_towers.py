@@ -19,6 +19,7 @@ from seqpar.testing import run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, SEEN, Architecture, build, config_of
 from tests.ecosystem.images import brought, one_process, padded, pooled_of
 from tests.ecosystem.ways import Outcome, cut, islands, outcome
+from tests.integrations.hf.models import drawn
 from tests.integrations.hf.test_vision import compare
 from tests.ranks import errors_on_copies
 
@@ -109,7 +110,7 @@ def test_images_before_layers_that_share_keys() -> None:
         audio_config=None, image_token_id=SEEN["image"], video_token_id=52, audio_token_id=55, boi_token_id=53,
         eoi_token_id=54, boa_token_id=56, eoa_token_index=57,
     )  # fmt: skip
-    model = drawn(transformers.Gemma4ForConditionalGeneration, config)
+    model = drawn(transformers.Gemma4ForConditionalGeneration, config).double()
     ids = torch.randint(1, 50, (2, 1, 12))
     ids[1, :, 3:7] = SEEN["image"]
     patches = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
@@ -127,7 +128,7 @@ def test_a_model_that_trains_only_with_token_types() -> None:
         image_patch_id=SEEN["image"], image_start_token_id=53, image_end_token_id=54, frame_start_token_id=56,
         frame_end_token_id=57, low_res_image_start_token_id=55,
     )  # fmt: skip
-    model = drawn(transformers.Molmo2ForConditionalGeneration, config)
+    model = drawn(transformers.Molmo2ForConditionalGeneration, config).double()
     ids = torch.randint(1, 50, (2, 1, 12))
     stepped(model, ids)
     ids[1, :, 3:7] = SEEN["image"]
@@ -135,15 +136,6 @@ def test_a_model_that_trains_only_with_token_types() -> None:
         model, ids, pixel_values=torch.randn(1, 4, 14 * 14 * 3).double(), image_token_pooling=torch.arange(4)[:, None],
         image_grids=torch.tensor([[0, 0, 2, 2]]), image_num_crops=torch.tensor([1]),
     )  # fmt: skip
-
-
-def drawn(kind: Any, config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
-    """A model in training, with weights at which everything matters."""
-    torch.manual_seed(0)
-    model = kind._from_config(config, attn_implementation="eager").double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.2)
-    return model.train()
 
 
 def stepped(model: transformers.PreTrainedModel, ids: Tensor, **media: Tensor) -> None:
@@ -262,10 +254,7 @@ def test_a_prefix_that_sees_itself_whole() -> None:
     config = transformers.HrmTextConfig(
         **TEXT | {"num_key_value_heads": 4, "num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 2, "head_dim": 8}
     )
-    torch.manual_seed(0)
-    model = transformers.HrmTextForCausalLM._from_config(config, attn_implementation="eager").double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model = drawn(transformers.HrmTextForCausalLM, config).double()
     ids, mask = torch.randint(1, 60, (4, 14)), torch.ones(4, 14, dtype=torch.int64)
     mask[1, 10:] = mask[0, 2] = mask[3, 6:8] = 0
     whole = {

@@ -21,6 +21,7 @@ from seqpar.testing import run_processes, run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, build
 from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, pooled_of, tokens_of
 from tests.ecosystem.ways import Outcome, assert_close, cut, islands, outcome
+from tests.integrations.hf.models import drawn
 from tests.ranks import in_wrapper, whole_gradients
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -440,11 +441,7 @@ def ernie() -> Any:
     config = transformers.Ernie4_5_VLMoeConfig(
         text_config=text, vision_config=tower, image_token_id=IMAGE, image_start_token_id=START, image_end_token_id=END
     )
-    torch.manual_seed(4)
-    model = transformers.Ernie4_5_VLMoeForConditionalGeneration._from_config(config, attn_implementation="eager")
-    for p in model.parameters():
-        nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
-    return model.train()
+    return drawn(transformers.Ernie4_5_VLMoeForConditionalGeneration, config)
 
 
 def of_ernie(*documents: str) -> dict[str, Tensor]:
