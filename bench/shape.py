@@ -158,6 +158,7 @@ def of_model(comm: Any, model: Any) -> dict[str, list[str]]:
     import seqpar
     from seqpar.train import sync_gradients
 
+    comm.check_every = "batch"  # as of users' comms; threads compare every call
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     results = {"parallelize of a Llama": entered(lambda: seqpar.parallelize(model, comm))}

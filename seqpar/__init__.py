@@ -9,8 +9,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from seqpar import nn
-from seqpar.comm import Comm, GroupComm, LocalComm, PeerComm, PeerError, ShmComm
+from seqpar.comm import Comm, GroupComm, LocalComm, PeerError
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.ops import attention, bind, fetch, fetch_all, merge, relayout, rotary, shard, switch, unshard
@@ -20,9 +19,11 @@ from seqpar.plan import Plan
 if TYPE_CHECKING:
     from seqpar import data as data
     from seqpar import dsp as dsp
+    from seqpar import nn as nn
     from seqpar import planner as planner
     from seqpar import recurrent as recurrent
     from seqpar import train as train
+    from seqpar.comm import PeerComm, ShmComm
     from seqpar.integrations.parallelize import parallelize
     from seqpar.integrations.sdpa import sdpa
     from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
@@ -35,11 +36,13 @@ __all__ = [
     "parallelize", "plan_batch", "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
-# What attention under a given plan does without, loaded when it is asked for: models under a plan, and the planner.
-_MODULES = ("data", "dsp", "planner", "recurrent", "train")
+# What attention under a given plan does without, loaded when it is asked for: models under a plan, the planner, and
+# comms of one machine.
+_MODULES = ("data", "dsp", "nn", "planner", "recurrent", "train")
 _LATER = {
     "parallelize": "seqpar.integrations.parallelize",
     "sdpa": "seqpar.integrations.sdpa",
+    **dict.fromkeys(("PeerComm", "ShmComm"), "seqpar.comm"),
     **dict.fromkeys(("Forecast", "Hardware", "MicroBatch", "ModelShape", "plan_batch", "plan_step"), "seqpar.planner"),
 }
 

@@ -90,7 +90,7 @@ ORDER = {
         __init__
     """,
     "ops": """
-        core core/precompute core/regions core/compared core/agreement core/repetition core/autocast
+        core core/precompute core/compared core/agreement core/regions
         core/device core/handles core/collective_op
         move move/pack
         attention attention/signature attention/source attention/rows attention/call
@@ -102,9 +102,9 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": "checkpoint source attention multihead __init__",
+    "nn": "source attention multihead __init__",
     "testing": "oracle comparison __init__",
-    "foreign": "kinds wrap hooks __init__",
+    "foreign": "__init__ wrap hooks",
     "trial": """
         randomness near_zero rounding exact protect identity nested sizes rows record compare stand_ins runs modules
         __init__
@@ -112,14 +112,13 @@ ORDER = {
     "integrations": """
         adapters hf hf/config
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/planning hf/plans hf/prefetch hf/attention hf/registry
-        hf/generation
-        hf/recurrent hf/recurrent/shortconv hf/recurrent/delta hf/recurrent/lightning hf/recurrent/mamba
+        hf/mask hf/forward hf/planning hf/plans hf/prefetch hf/attention
+        hf/recurrent hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba
         hf/recurrent/rglru hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
-        hf/own_configs hf/guard hf/request hf/outputs hf/layer_plans hf/reading hf/handle hf/model hf/vision
+        hf/own_configs hf/guard hf/request hf/outputs hf/reading hf/handle hf/model hf/vision
         diffusers/tokens diffusers/forward diffusers/wrappers
         diffusers/recipe diffusers/recipes diffusers/model diffusers
         parallelize transformers __init__

@@ -51,10 +51,12 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
     return [copies[id(x)] for x in tensors]
 
 
-def read_entries(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def read_entries(batch: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """The batch, with the tensors of some entries on the host, of lists too; nothing is copied that lies there."""
     several = {name: _tensors(batch[name]) for name in names if name in batch}
     remote = {name: found for name, found in several.items() if not all(x.is_cpu for x in found)}
+    if not remote:
+        return batch
     copies = iter(on_host([x for found in remote.values() for x in found]))
     entries = dict(batch)
     for name, found in remote.items():

@@ -24,8 +24,8 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, Memo, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
-from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import check_dense
+from seqpar.ops.core.device import no_autocast
 from seqpar.ops.move.relayout import expect_relayout
 from seqpar.plan import Plan
 
@@ -299,7 +299,7 @@ def take(
 
 
 def _taken(known: BatchUnion, comm: Comm, how: Reading, plan: Plan) -> Share:
-    source = known.layout(comm.size)
+    source = known.layout()
     with no_autocast("cpu"), no_autocast("cuda"):  # its `cat` refuses rows of the other 16 bits
         rows = _moved(known, comm, source, plan.layout)
         if pads := plan.rows(comm.rank) - plan.layout.tokens(comm.rank):

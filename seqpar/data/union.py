@@ -67,13 +67,13 @@ class Facts(NamedTuple):
 class BatchUnion(NamedTuple):
     """The union of all batches as every rank knows it, and this rank's own batch.
 
-    lengths: tokens of each document. holder: the rank that supplied it, ascending; None if every rank has all. places,
+    lengths: tokens of each document. brought: how many of them each rank supplied; None if every rank has all. places,
     valid: as in `Packed`, for the union. tree: the mask of documents that are trees.
     """
 
     own: Packed
     lengths: Ints
-    holder: Ints | None
+    brought: Brought | None
     places: Ints | None
     valid: Ints
     columns: dict[str, Column]
@@ -84,25 +84,22 @@ class BatchUnion(NamedTuple):
         """The union as planners take it: the mask of trees, or the lengths of documents."""
         return self.lengths if self.tree is None else self.tree
 
-    def layout(self, ranks: int) -> Layout | None:
+    def layout(self) -> Layout | None:
         """The layout of the rows before they move; None if every rank has all rows."""
-        brought = self.brought(ranks)
-        return None if brought is None else layout_of(self.lengths, brought)
-
-    def brought(self, ranks: int) -> Brought | None:
-        """How many of the documents each rank brought; None if every rank has all of them."""
-        return None if self.holder is None else tuple(np.bincount(self.holder, minlength=ranks).tolist())
+        return None if self.brought is None else layout_of(self.lengths, self.brought)
 
     def pick(self, documents: Ints, rank: int) -> BatchUnion:
         """This union restricted to some of the documents, ascending, for rank `rank`."""
         first = np.cumsum(self.lengths) - self.lengths
         places = None if self.places is None else self.places[expand(first[documents], self.lengths[documents])]
-        holder, own = None, documents
-        if self.holder is not None:
-            holder = self.holder[documents]
-            own = documents[holder == rank] - np.searchsorted(self.holder, rank)
+        brought, own = None, documents
+        if self.brought is not None:
+            ends = np.cumsum(self.brought)
+            brought = tuple(np.diff(np.searchsorted(documents, ends), prepend=0).tolist())
+            first_own = int(ends[rank]) - self.brought[rank]
+            own = documents[(documents >= first_own) & (documents < ends[rank])] - first_own
         return BatchUnion(
-            self.own.pick(own), frozen(self.lengths[documents]), holder, places, self.valid[documents], self.columns,
+            self.own.pick(own), frozen(self.lengths[documents]), brought, places, self.valid[documents], self.columns,
             None if self.tree is None else self.tree.pick(documents),
         )  # fmt: skip
 
@@ -207,13 +204,13 @@ def _union(own: Packed, every: Sequence[Facts], source: str, optional: Sequence[
     lengths = np.concatenate([each.lengths for each in every])
     if not lengths.size:
         raise ValueError("share: the batches of all ranks are empty; skip this batch on every rank")
-    holder = np.repeat(np.arange(len(every)), [each.lengths.size for each in every])
+    brought = tuple(each.lengths.size for each in every)
     valid = np.concatenate([each.valid for each in every])
     columns = _common(every, optional)
     if not own.lengths.size:
         own = own._replace(tensors={})  # of whatever kind: the others' is what moves
     return BatchUnion(
-        own, frozen(lengths), None if source == "replicated" else holder, _places(every, lengths), valid, columns,
+        own, frozen(lengths), None if source == "replicated" else brought, _places(every, lengths), valid, columns,
         _tree(every),
     )  # fmt: skip
 

@@ -25,8 +25,8 @@ from seqpar.dsp.spec import Block, Spec
 from seqpar.dsp.specs import SPECS
 from seqpar.dsp.trial import ENOUGH, TABLES, HeldTensors, Trial, to_try
 from seqpar.facts.value import integer
+from seqpar.foreign import name_of
 from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
-from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
 from seqpar.ops.core.collective_op import refuse_batches

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.private.diffusers import hooks_of, streams_of
 
 Named = Sequence[tuple[str, nn.Module]]  # a model and all modules in it, by name: one walk serves several checks

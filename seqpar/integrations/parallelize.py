@@ -102,7 +102,7 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
 
 def _has_spec(model: nn.Module) -> bool:
     from seqpar.dsp.specs import SPECS
-    from seqpar.foreign.kinds import name_of
+    from seqpar.foreign import name_of
 
     return name_of(model) in SPECS
 

@@ -1,6 +1,5 @@
 """Importing this module registers ``attn_implementation="seqpar"`` with transformers; `unregister` removes it."""
 
-from seqpar.integrations.hf.attention import KEY, attention_function, mask_of
-from seqpar.integrations.hf.registry import register, unregister
+from seqpar.integrations.hf.attention import KEY, attention_function, mask_of, register, unregister
 
 __all__ = ["KEY", "attention_function", "mask_of", "register", "unregister"]

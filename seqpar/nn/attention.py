@@ -1,15 +1,18 @@
-"""`Attention`: q, k, v of this rank in, exact attention over the whole batch out."""
+"""`Attention`: q, k, v of this rank in, exact attention over the whole batch out; and checkpoints that keep it."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from seqpar.nn.source import LayerPlan
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Accuracy, Options
-from seqpar.ops.core.autocast import autocasts
+from seqpar.ops.core.device import autocasts
 
 if TYPE_CHECKING:
     from seqpar.comm import Comm
@@ -117,3 +120,14 @@ def _unbatched(x: Tensor) -> Tensor:
             "several documents are one packed batch, which the plan cuts apart (seqpar.data.share packs a padded one)"
         )
     return x[0]
+
+
+def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Keep attention outputs (no repeated exchange) and recompute everything else in an activation checkpoint.
+
+        checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.nn.save_attention)
+
+    It costs the memory of ``out`` and ``lse``, and of the exchanged q, k, v under Ulysses; results and gradients
+    match a call without a checkpoint. As with every selective checkpoint of torch, only one backward pass is possible.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.seqpar.attention.default])  # type: ignore[no-any-return]

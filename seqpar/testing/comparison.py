@@ -17,7 +17,7 @@ from seqpar.comm import Comm
 from seqpar.facts.value import integer
 from seqpar.launch import run_processes, run_threads
 from seqpar.ops.core.collective_op import is_dtensor
-from seqpar.train.dtensor import local
+from seqpar.train.wrappers import local
 
 Program = Callable[[Comm], Iterator[tuple[nn.Module, Tensor | float]]]
 Values = dict[tuple[str, str], Tensor]  # ("loss", ""), ("gradient", name) or ("weight", name) -> the whole tensor

@@ -31,11 +31,11 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.comm.header import hash63
+from seqpar.ops.core.collective_op import is_dtensor
 from seqpar.ops.core.compared import hashed
 from seqpar.private.accelerate import offloaded
 from seqpar.private.torch import FLAT, parameters_of
-from seqpar.train.dtensor import alike, global_rank, is_dtensor, local, version
-from seqpar.train.wrappers import Averaging, by_ddp, by_fsdp, in_flat, shards
+from seqpar.train.wrappers import Averaging, alike, by_ddp, by_fsdp, global_rank, in_flat, local, shards, version
 
 WEIGHTS = "weights"  # the fact of a forward
 FEWER = (  # what to do where a rank comes to no forward

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm.entry import uncompiled
 from seqpar.kernels import acc_dtype
+from seqpar.ops.core.collective_op import is_dtensor
 from seqpar.private import torch as torch_private
 from seqpar.train.checks import remark
-from seqpar.train.dtensor import is_dtensor, local
 from seqpar.train.gradients import each_once, is_writable, separate
-from seqpar.train.wrappers import in_flat
+from seqpar.train.wrappers import in_flat, local
 
 
 @uncompiled

@@ -19,11 +19,11 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.comm.protocol import has_memory
 from seqpar.facts.value import integer
 from seqpar.ops.core.agreement import abort_on_error, check_comm, digest_of_call, remember
+from seqpar.ops.core.collective_op import is_dtensor
 from seqpar.private import torch as torch_private
 from seqpar.train.checks import checks_of, mark_summed, summed_already
-from seqpar.train.dtensor import global_rank, is_dtensor, local, mesh_apart
 from seqpar.train.sums import adds, sum_in_place
-from seqpar.train.wrappers import Averaging, in_flat
+from seqpar.train.wrappers import Averaging, global_rank, in_flat, local, mesh_apart
 
 BUCKET_BYTES = 1 << 26
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from seqpar.comm.entry import refuse_transforms
 from seqpar.kernels import acc_dtype
-from seqpar.ops.core.autocast import autocast
-from seqpar.train.dtensor import is_dtensor
+from seqpar.ops.core.collective_op import is_dtensor
+from seqpar.ops.core.device import autocast
 
 CACHED = 1 << 16  # logits of the rows that a core computes at a time
 

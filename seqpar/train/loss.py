@@ -110,6 +110,15 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
 
 
+def linear_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, valid: int | Tensor, *, softcap: float = 0.0,
+    average_over: int = 1,
+) -> Tensor:  # fmt: skip
+    """`linear_cross_entropy` of arguments that were checked before."""
+    options = _Options(-100, 0.0, 0.0, softcap, 1024)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, valid, average_over, options)
+
+
 class _Options(NamedTuple):
     """The settings of the row losses."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from seqpar.foreign.kinds import kind_of
+from seqpar.foreign import kind_of
 from seqpar.foreign.wrap import ForwardWrapper, places_of
 
 LIBRARIES = {

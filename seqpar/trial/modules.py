@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from seqpar.foreign.kinds import kind_of
+from seqpar.foreign import kind_of
 
 # Modules that look at other tokens by design, in models of tokens.
 OVER_TOKENS = (

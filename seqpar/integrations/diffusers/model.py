@@ -29,7 +29,7 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.dsp.specs import SPECS
 from seqpar.facts.value import integer
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone

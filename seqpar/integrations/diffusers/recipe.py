@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from seqpar.foreign import name_of
 from seqpar.foreign.hooks import Named, check_hooks
-from seqpar.foreign.kinds import name_of
 from seqpar.foreign.wrap import is_surrounded
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.diffusers.tokens import Streams, TokenCounts

@@ -6,28 +6,31 @@ with explicit ``position_ids``; `seqpar.parallelize` does both for ordinary batc
 transformers asks a *mask function* for the mask of every kind of layer and passes the result to the layers. Here the
 result is the handle of a plan with that kind's mask, a 0-d tensor. It reaches the attention function as an argument of
 the layer, so recomputation, other threads and compiled layers find their plan without a context.
+
+Importing this module enters the name in transformers' registries of attention and masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
-from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
-from seqpar.integrations.hf.config import ASKED, mixing_layers, slices_masks, unserved_attention
-from seqpar.integrations.hf.forward import Forward, current, dropped, inside, note_caller
+from seqpar.integrations.hf.config import ASKED, mixing_layers, nested, slices_masks, unserved_attention
+from seqpar.integrations.hf.forward import Forward, current, dropped
 from seqpar.integrations.hf.mask import Rule, UnsupportedMask, blocks_of, rule_of
 from seqpar.ops import attention, bind
 from seqpar.ops.attention.signature import Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import derived_seed, surrounded, surrounding
-from seqpar.plan import Plan
+from seqpar.private.transformers import ATTENTION, registered
 
 KEY = "seqpar"
 DEFAULT = Numerics()
@@ -77,8 +80,8 @@ def _mask(
     state = current() or Forward()
     if state.note is not None:
         return state.note(function, attention_mask, config)
-    # a model of seqpar.parallelize has been tried, and its mixers are replaced
-    if config is not None and not inside() and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
+    alone = current() is None  # a model of seqpar.parallelize has been tried, and its mixers are replaced
+    if config is not None and alone and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
         remedy = "; give the model to seqpar.parallelize, which knows some such layers"
         raise NotImplementedError(
             f"a model of {type(config).__name__} cannot be computed from a rank's rows: {', and '.join(reasons)}"
@@ -101,7 +104,7 @@ def _mask(
             "mask; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
     rule, ids = rule_of(function), blocks_of(function)
-    if not inside() and (error := left_out(rule, config)):
+    if alone and (error := left_out(rule, config)):
         return error
     try:
         if ids is None or state.blocked is None:
@@ -110,8 +113,10 @@ def _mask(
             plan = state.blocked(around.plan, rule, ids)
     except UnsupportedMask as error:
         return error.with_traceback(None)  # whose frames hold the batch
-    made = handle(plan, around.comm, around.seed)
-    return made.view(1, 1, 1, 1) if config is not None and slices_masks(config) else made
+    made = bind(plan, around.comm)
+    storage: Any = made.untyped_storage()
+    storage._seqpar_seed, storage._seqpar_shared = around.seed, not alone  # of dropout; whether a model is parallel
+    return made.view(1, 1, 1, 1) if slices_masks(type(config)) else made
 
 
 def left_out(rule: Rule, config: PreTrainedConfig | None) -> UnsupportedMask | None:
@@ -123,14 +128,6 @@ def left_out(rule: Rule, config: PreTrainedConfig | None) -> UnsupportedMask | N
         "row is padded, and 'eager' never; give token_type_ids, 0 for tokens that see each other and 1 for others, or "
         "load it with use_bidirectional_attention=False in the config of its text model"
     )
-
-
-def handle(plan: Plan, comm: Comm, seed: int) -> Tensor:
-    """The handle of a plan and a comm; in its storage, the seed of dropout, and whether a model is parallel."""
-    bound = bind(plan, comm)
-    bound.untyped_storage()._seqpar_seed = seed  # type: ignore[attr-defined]
-    bound.untyped_storage()._seqpar_shared = inside()  # type: ignore[attr-defined]
-    return bound
 
 
 def attention_function(
@@ -155,7 +152,8 @@ def attention_function(
     """
     if not torch.compiler.is_compiling():
         layer_calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
-        note_caller(module)
+        if (state := current()) is not None and state.callers is not None:
+            state.callers.add(module)
     if isinstance(attention_mask, UnsupportedMask):
         with errors_on_all_ranks("attention", surrounding().comm):
             raise attention_mask
@@ -170,7 +168,8 @@ def attention_function(
         )
     unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
     if unknown and not (unknown == [ASKED] and _shared(attention_mask)):
-        if inside() and (made := [name for name in unknown if isinstance(rest[name], Tensor)]):  # calls give none
+        made = [name for name in unknown if isinstance(rest[name], Tensor)]  # calls give none
+        if current() is not None and made:
             raise NotImplementedError(
                 f"{type(module).__name__} passes {', '.join(made)} to its attention, a bias that the model makes itself"
             )
@@ -230,3 +229,29 @@ def without_seed(module: nn.Module) -> NotImplementedError:
         f"attention dropout in {type(module).__name__} needs a seed for every batch and layer, and there is no "
         "layer_idx, or its mask is a copy; set the dropout of attention probabilities to 0"
     )
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with another attention implementation, on one rank, until the block ends."""
+    own = {id(m.config): m.config for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)}
+    with ExitStack() as stack:
+        for config in [inner for outer in own.values() for inner, _ in nested(outer, outer)]:
+            stack.callback(setattr, config, ATTENTION, getattr(config, ATTENTION))
+            setattr(config, ATTENTION, name)
+        yield
+
+
+def register() -> None:
+    """Enter the key in the registries, as importing this module does."""
+    AttentionInterface.register(KEY, attention_function)
+    AttentionMaskInterface.register(KEY, mask_of)
+
+
+def unregister() -> None:
+    """Undo `register`; models that still use the key then fail with its name."""
+    for registry in (AttentionInterface, AttentionMaskInterface):
+        registered(registry).pop(KEY, None)
+
+
+register()

@@ -24,6 +24,9 @@ EDITED, EDITING = "its attention edits its mask, which is the handle of a plan h
 ASKED = "output_router_logits"
 OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
+# The inputs that the towers of each kind take, under these names in most models; with further inputs, by the
+# signature of get_*_features.
+MEDIA = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 
 # The names under which configs of transformers, or of models' own code, have their sizes. Most name them as the first
 # of each, or map that name to theirs by ``attribute_map``.
@@ -48,7 +51,7 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     shares out the batch, so that balance losses, the longest position and places are those of all ranks.
     """
     reasons = []
-    model = _class_of(config)
+    model = _class_of(type(config))
     if is_stateful(model, False) and not recurrent:
         reasons.append(STATE)
     served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
@@ -65,23 +68,24 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     return reasons
 
 
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The base model of a config; None if transformers has none, or does not export the one that it names."""
+def _class_of(kind: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The base model of a class of configs; None if transformers has none, or does not export the one that it names."""
     try:
-        return MODEL_MAPPING.get(type(config), None)  # type: ignore[no-any-return]
+        return MODEL_MAPPING.get(kind, None)  # type: ignore[no-any-return]
     except ValueError:
         return None
 
 
-def slices_masks(config: PreTrainedConfig) -> bool:
-    """Whether a config's model slices its masks [1, 1, rows, keys], as Gemma 4 does before layers that share keys."""
-    return hasattr(_class_of(config), SLICES_MASKS)
+@cache
+def slices_masks(kind: type[PreTrainedConfig]) -> bool:
+    """Whether models of such configs slice masks [1, 1, rows, keys], as Gemma 4 does before layers that share keys."""
+    return hasattr(_class_of(kind), SLICES_MASKS)
 
 
 def unserved_attention(config: PreTrainedConfig) -> list[str]:
     """Why a registered attention function cannot serve a config's model, although transformers accepts the name."""
     reasons = []
-    model = _class_of(config)
+    model = _class_of(type(config))
     if model is not None and not can_set_attention(model)():
         reasons.append(NO_INTERFACE)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):

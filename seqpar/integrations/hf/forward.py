@@ -1,4 +1,4 @@
-"""A forward in progress: what mask functions and layers of a parallel model look up in their thread."""
+"""A forward in progress: what layers of a parallel model look up in their thread, and the plans that it gives them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.hf.mask import Rule, UnsupportedMask
+from seqpar.comm import Comm
+from seqpar.data import Share
+from seqpar.facts.mask import Mask
+from seqpar.integrations.hf.mask import Blocks, MaskSummary, Rule, UnsupportedMask, stretches, united
+from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.plan import Plan
+
+BlocksOf = Callable[[Rule], tuple[Rule, Blocks | None]]
 
 
 def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
@@ -36,6 +43,7 @@ class Forward(NamedTuple):
     longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
     masks: Tensor | None = None  # of each row, the share of mask tokens in its row of the batch, where that scales it
     drops: bool = True  # whether attention drops pairs in training
+    callers: set[nn.Module] | None = None  # collects the modules that call attention, in a trial
 
 
 class MaskPlaceholder(NamedTuple):
@@ -58,10 +66,9 @@ def padding_of(mask: Any) -> Tensor | None:
 
 
 class _Thread(threading.local):
-    """The forward of a parallel model that this thread is in; the modules that call attention, while that is asked."""
+    """The forward of a parallel model that this thread is in."""
 
     state: Forward | None = None
-    callers: set[nn.Module] | None = None
 
 
 _thread = _Thread()
@@ -78,30 +85,9 @@ def during(state: Forward | None) -> Iterator[None]:
         _thread.state = before
 
 
-@contextmanager
-def called_by(modules: set[nn.Module]) -> Iterator[None]:
-    """A block that adds the modules that call attention in this thread."""
-    before, _thread.callers = _thread.callers, modules
-    try:
-        yield
-    finally:
-        _thread.callers = before
-
-
-def note_caller(module: nn.Module) -> None:
-    """A module calls attention: tell the `called_by` block that this thread is in, if any."""
-    if _thread.callers is not None:
-        _thread.callers.add(module)
-
-
 def current() -> Forward | None:
     """The forward pass of a parallel model that this thread is in, if any."""
     return _thread.state
-
-
-def inside() -> bool:
-    """Whether this thread is in a forward pass of a parallel model."""
-    return _thread.state is not None
 
 
 def longest() -> int | None:
@@ -122,3 +108,71 @@ def making() -> Callable[[Plan, Rule], Plan]:
     """What returns the plan of a layer's rule: of the forward pass that this thread is in, if any."""
     state = _thread.state
     return planned if state is None else state.make  # type: ignore[no-any-return]
+
+
+class LayerPlans:
+    """Makes the plans of layers, and remembers the rules that all ranks have used.
+
+    who: the model's class. stated: whether plans state documents alone, as those of the planner of models do. blocks:
+    the blocks of tokens that see each other whole under a rule, as the tokens of an image do, and the rule with them;
+    None if there are none. rules: those of the forward under way or of the last one. known: those of any forward.
+    """
+
+    def __init__(self, who: str, comm: Comm, blocks: BlocksOf, *, stated: bool) -> None:
+        self.who, self.comm, self.stated = who, comm, stated
+        self.rules: list[Rule] = []
+        self.known: set[Rule] = set()
+        self._blocks = blocks
+
+    def of(self, own: Share) -> Callable[[Plan, Rule], Plan]:
+        """What returns the plan of a layer's rule for a share, in a new forward.
+
+        All ranks have the share's plan and had the same rules before, so they derive the same plan for the rule and
+        need not compare it.
+        """
+        self.rules = []
+
+        def make(plan: Plan, rule: Rule) -> Plan:
+            layer_plan = self._layer(own, plan, rule)
+            if rule in self.known:
+                remember(self.comm, plan_key(layer_plan))
+            self.known.add(rule)
+            self.rules.append(rule)
+            return layer_plan
+
+        return make
+
+    def gathered(self, own: Share, plan: Plan, rule: Rule, ids: Tensor) -> Plan:
+        """The plan of a share with a rule and the blocks of all ranks' rows. A collective. ids: as of `blocks_of`."""
+        numbers = ids[0, : plan.layout.tokens(self.comm.rank)].cpu().numpy().astype(np.int64)
+        every = np.concatenate(self.comm.gather(f"{self.who}.forward: blocks of tokens", numbers))
+        at = np.concatenate([plan.layout.positions(rank) for rank in range(self.comm.size)])
+        lengths = plan.mask.lengths
+        told = MaskSummary({}, *stretches(every[np.argsort(at)], np.repeat(np.arange(lengths.size), lengths)))
+        blocks = united([told], [lengths])[1]
+        if not blocks.starts.size:
+            return self._layer(own, plan, rule._replace(block=""))
+        layer_plan = self._blocked(own, plan, rule, blocks)
+        remember(self.comm, plan_key(layer_plan))  # all ranks made it of the same numbers
+        self.rules.append(rule)
+        return layer_plan
+
+    def _layer(self, own: Share, plan: Plan, rule: Rule) -> Plan:
+        """The plan of a share with a rule, including masked-out tokens between others."""
+        rule, blocks = self._blocks(rule)
+        if blocks is not None:
+            return self._blocked(own, plan, rule, blocks)
+        layer_plan = planned(plan, rule, stated=self.stated)
+        if own.places is None or not rule.local:
+            return layer_plan
+        window = (rule.left, None if rule.causal else rule.right)
+        return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
+
+    def _blocked(self, own: Share, plan: Plan, rule: Rule, blocks: Blocks) -> Plan:
+        """The plan of a share with a rule and blocks."""
+        if not self.stated and plan.mask != Mask(plan.mask.lengths):
+            raise rule.unlike(plan.mask)
+        if rule.chunk:
+            raise NotImplementedError(f"a layer of {self.who} attends in chunks, and to whole images or prefixes")
+        sides = (own.mask_for(causal=causal, window=(rule.left, None)) for causal in (False, True))
+        return plan.with_mask(blocks.mask(rule, *sides))

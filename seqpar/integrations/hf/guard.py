@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.foreign.wrap import reaches
 from seqpar.private.transformers import attention_of
 from seqpar.trial.identity import own_code
@@ -32,6 +32,7 @@ class ModelGuard:
         self._reaching: Any = None  # what stood in its place when it last ran
         # by id, as a module may have a hash of its own
         self._code = {id(module): own_code(module) for module in model.modules()}
+        self._checked: dict[int, tuple[Any, ...]] = {}  # by id, the class and forwards when it last was in order
 
     def note_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """A module has a parallel forward from now on."""
@@ -72,10 +73,15 @@ class ModelGuard:
     def check_modules(self) -> None:
         """Raise NotImplementedError for a module with a class or a forward of a user that the trial has not seen."""
         parallel = [id(module) for module, _ in self._parallel]
-        for path, module in self.model.named_modules():
+        for module in self.model.modules():
+            forwards = type(module), type(module).forward, module.__dict__.get("forward")
+            if self._checked.get(id(module)) == forwards:
+                continue
             now, before = own_code(module), self._code.get(id(module), (None, None, None))
             if now == before or id(module) in parallel:
+                self._checked[id(module)] = forwards
                 continue
+            path = next(path for path, each in self.model.named_modules() if each is module)
             what = "another forward" if now[0] is before[0] else f"a module of the class {name_of(module)}"
             raise NotImplementedError(
                 f"{path or 'the model'} of a parallel {name_of(self.model)} was given {what} after parallelize, which "

@@ -1,9 +1,19 @@
-"""The handle of a parallel transformers model: how a model becomes parallel, and all methods except the forward."""
+"""The handle of a parallel transformers model: how a model becomes parallel, and all methods except the forward.
+
+With a parallel model each rank generates for its own prompts with its own cache, as under DDP::
+
+    rank 0   its prompts ──► its cache ──► its tokens, as many as they are
+    rank 1   its prompts ──► its cache ──► its tokens
+
+Nothing is sent, and ranks may call it at different times or not at all. Where weights are sharded, a forward gathers
+them from all ranks, so there every rank must call it, and continues with the others until the last one is done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -15,22 +25,20 @@ from seqpar.comm.entry import uncompiled
 from seqpar.data.batch import Reading, read
 from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
-from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, left_out, numbered
+from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, implementation, left_out, numbered, register
 from seqpar.integrations.hf.config import text_of
-from seqpar.integrations.hf.forward import planned
-from seqpar.integrations.hf.generation import generators
+from seqpar.integrations.hf.experts import can_ask
+from seqpar.integrations.hf.forward import LayerPlans, planned
 from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall
-from seqpar.integrations.hf.layer_plans import LayerPlans
-from seqpar.integrations.hf.logits import ask_trainer
+from seqpar.integrations.hf.logits import loss_alone
 from seqpar.integrations.hf.mask import Blocks, Rule
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.plans import Planner, Plans
 from seqpar.integrations.hf.reading import Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
-from seqpar.integrations.hf.registry import implementation, register
-from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, ItemCounts, SameBatches, SupportedCalls
+from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, SupportedCalls
 from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
@@ -41,6 +49,7 @@ from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.plan import Plan
 from seqpar.private.transformers import attention_of
 from seqpar.train.checks import StepChecks
+from seqpar.train.wrappers import by_fsdp, sharded_modules
 
 
 class TransformerHandle(ParallelModel):
@@ -74,6 +83,8 @@ class TransformerHandle(ParallelModel):
         try:
             with agreement("parallelize", comm, every=True) as call:
                 numerics = Numerics.checked(accuracy, deterministic)
+                if not average_over >= 1:
+                    raise ValueError(f"average_over={average_over}, expected the ranks that a wrapper averages over")
                 refuse_unready(model)
                 if plan is not None:
                     check_makes_plans(model, plan, "(lengths, ranks)")
@@ -93,24 +104,19 @@ class TransformerHandle(ParallelModel):
         self._plans = Plans(model, causal=self.fit.causal, plan=plan)
         self._layers = LayerPlans(type(model).__name__, comm, self._blocks, stated=self._plans.repeats)
         self._guard = ModelGuard(model, KEY)
-        self._supported = SupportedCalls(model, comm, self.fit, self.entries, average_over, self._guard)
+        supported = SupportedCalls(
+            model, comm, self.fit, self.entries, average_over, self._guard, can_ask(model)
+        )  # fmt: skip
         replicated = source == "replicated"
-        self._reader = Reader(
-            model,
-            self.fit,
-            self._plans,
-            self._check,
-            entries=self.entries,
-            optional=self.optional,
-            replicated=replicated,
-        )
-        self._same = SameBatches(comm)
-        self._items = ItemCounts(model, comm.size if replicated else 1)
-        self._outputs = Outputs(model, comm, self.fit, average_over, self._items.copies, self.returned)
+        self._reader = Reader(supported, self._plans, optional=self.optional, replicated=replicated)
+        self._copies = comm.size if replicated else 1  # how often num_items_in_batch counts a label
+        self._outputs = Outputs(
+            model, comm, self.fit, average_over, self._copies, self.returned, bool(self._replaced)
+        )  # fmt: skip
         self._checks = StepChecks(model, comm, average_over=average_over)
         self._undone.callback(self._checks.close)
         self._install()
-        ask_trainer()
+        loss_alone()
 
     def _tried(self, numerics: Numerics) -> ModelFit:
         """The findings on the model, with seqpar's attention and mixers in place."""
@@ -121,7 +127,8 @@ class TransformerHandle(ParallelModel):
         if numerics != Numerics():
             for module in model.modules():
                 self._undone.enter_context(replaced(module, {NUMERICS: numerics}))
-        for module, written in replacements(model):
+        self._replaced = replacements(model)
+        for module, written in self._replaced:
             self.put_around(module, written.replacement, written.method)
         fit = fitting(model)
         for rule in fit.rules if self.text is model else ():
@@ -190,9 +197,32 @@ class TransformerHandle(ParallelModel):
         with super().local(), implementation(self.text, attention), forgotten(self._rotaries):
             yield
 
+    def _generate(self, name: str, generate: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """What a model's own method generates for the prompts of this rank alone.
+
+        Raises: NotImplementedError for ``generate_batch`` on sharded weights, where ranks cannot stay in step.
+        """
+        sharded = by_fsdp(self.model)
+        if sharded is None or len(sharded.ranks) == 1:
+            with self.local():
+                return generate(*args, **named)
+        if name != "generate":
+            raise NotImplementedError(
+                f"{name} on weights that {sharded.who} shards over {len(sharded.ranks)} ranks: each forward gathers "
+                "weights from all ranks, and ranks make different numbers of them; call generate, which keeps ranks in "
+                "step"
+            )
+        try:
+            with self.local():
+                return generate(*args, **named | {"synced_gpus": True})  # transformers itself does not see fully_shard
+        finally:
+            for module in sharded_modules(self.model):  # the last forward leaves some weights whole
+                module.reshard()
+
     def _install(self) -> None:
         model, undone = self.model, self._undone
-        self._replace(model, generators(self, model))
+        own = {name: getattr(model, name) for name in ("generate", "generate_batch") if hasattr(model, name)}
+        self._replace(model, {name: update_wrapper(partial(self._generate, name, f), f) for name, f in own.items()})
         if model.base_model is not model:  # heads of other libraries call the base model
             self._replace(model.base_model, {})
         if self.fit.head is not None:
@@ -202,10 +232,6 @@ class TransformerHandle(ParallelModel):
     def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
         """Make the forward of a module, the model or its base, run on all ranks."""
         raise NotImplementedError
-
-    def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
-        """Settle the arguments of a call; raises as `SupportedCalls.check`."""
-        self._supported.check(module, arguments, self._head)
 
     def _blocks(self, rule: Rule) -> tuple[Rule, Blocks | None]:
         """The blocks of tokens that see each other whole under a rule, and the rule with them."""

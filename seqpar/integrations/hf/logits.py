@@ -34,15 +34,13 @@ def tokens_of(model: PreTrainedModel) -> int | None:
 
 
 def loss_alone() -> bool:
-    """Whether this thread is in a step of `Trainer` that reads the loss alone."""
-    return getattr(_step, "loss_alone", False)
+    """Whether this thread is in a step of `Trainer` that reads the loss alone.
 
-
-def ask_trainer() -> None:
-    """Have `Trainer.prediction_step` tell `loss_alone`, once Trainer is imported; it is as before in all else."""
+    The first call after Trainer was imported has its `prediction_step` tell it; that is as before in all else.
+    """
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(method := trainer.prediction_step, "_seqpar_former"):
-        return
+        return getattr(_step, "loss_alone", False)
 
     @wraps(method)
     def step(trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **named: Any) -> Any:
@@ -51,6 +49,7 @@ def ask_trainer() -> None:
 
     step._seqpar_former = method  # type: ignore[attr-defined]
     trainer.prediction_step = step
+    return False
 
 
 def mean_of_rows(model: PreTrainedModel, rows: Tensor, labels: Tensor, shift: str) -> Tensor:

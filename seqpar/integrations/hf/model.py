@@ -1,9 +1,9 @@
 """A transformers model that takes ordinary batches and computes them on all ranks: its forward, replaced.
 
     read      the arguments of the call are a batch                          reading.py, request.py
-    agree     ranks compare the call and exchange the lengths of documents   data/union.py, planning.py
-    share     the batch becomes this rank's rows under a plan                data/share.py
-    run       the model's own forward computes them                          layer_plans.py, attention.py, recurrent/
+    agree     ranks compare the call and exchange the lengths of documents   data/union.py
+    share     the batch becomes this rank's rows under a plan                plans.py, data/share.py
+    run       the model's own forward computes them                          forward.py, attention.py, recurrent/
     home      output rows return to the rank that supplied the batch         outputs.py, data/share.py
     loss      of the union of all ranks' batches                             outputs.py, heads.py
 
@@ -34,9 +34,8 @@ from seqpar.integrations.hf.heads import HeadCall, LocalHead
 from seqpar.integrations.hf.mask import UnsupportedMask
 from seqpar.integrations.hf.outputs import graphs
 from seqpar.integrations.hf.positions import SHARES
-from seqpar.integrations.hf.reading import BatchCall
 from seqpar.integrations.hf.recurrent.mixers import of_documents
-from seqpar.integrations.hf.request import UNREAD, Request, misgiven, parameters
+from seqpar.integrations.hf.request import UNREAD, BatchCall, arguments_of, check_count, misgiven, parameters
 from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
@@ -103,12 +102,12 @@ class ParallelTransformer(TransformerHandle):
     ) -> Any:
         """A call of the model, or of its base model: read, agree, share; run; home, loss."""
         refuse_transforms(f"parallelize({type(self.model).__name__})")
-        request, own, rows = self._share(module, args, named)
-        hidden: list[Tensor] | None = [] if request.chunked else None
+        call, own, rows = self._share(module, args, named)
+        hidden: list[Tensor] | None = [] if call.chunked else None
         self._hidden, kept = hidden, self._hidden
         try:
             out = self._run(before, own, rows)
-            return self._home(module, request, own, out, hidden)
+            return self._home(module, call, own, out, hidden)
         except BaseException as error:  # Ctrl-C too
             self._fail(error)
             raise
@@ -117,10 +116,14 @@ class ParallelTransformer(TransformerHandle):
 
     @uncompiled
     def _share(
-        self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[Request, Share, dict[str, Any]]:
-        """The request, this rank's share of the batch, and the arguments with which the module computes it."""
-        call = self._reader.read(module, args, named, self._head, self.logits)
+        self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any], refused: Exception | None = None
+    ) -> tuple[BatchCall, Share, dict[str, Any]]:
+        """The call, this rank's share of the batch, and the arguments with which the module computes it.
+
+        refused: why the call is not served, if that is known.
+        """
+        given, refused = arguments_of(module, args, named), refused or misgiven(type(module), args, named)
+        call = self._reader.read(module, given, self._head, logits=self.logits, refused=refused)
         known = announce(
             call.batch, self.comm, self.source, call.how, error=call.error, gather=partial(self._gather, call)
         )
@@ -129,16 +132,12 @@ class ParallelTransformer(TransformerHandle):
             self._checks.wrapper()
             if call.averaged:  # else the caller scales the loss
                 self._checks.check_average(call.what)
-        chosen = choose(known, self.comm.size, partial(self._plans, brought=known.brought(self.comm.size)))
+        chosen = choose(known, self.comm.size, partial(self._plans, brought=known.brought))
         (own,) = take(known, self.comm, call.how, chosen, alike=self._plans.repeats)
-        if call.training and self.source == "sharded":
-            tokens = call.arguments.get("input_ids", call.arguments.get("inputs_embeds"))
-            self._same.note(call.what, own.plan.mask.lengths, tokens)
-        if self._head is None:
-            self._items.check(call.request.items, call.count, own.valid, self.fit, training=call.training)
-        request, rows = self._reader.rows(call, own)
+        if self._head is None and call.count is not None:
+            check_count(call.count, own.valid * self._copies)
         self._count += 1
-        return request, own, rows
+        return call, own, self._reader.rows(call, own)
 
     def _gather(self, call: BatchCall, value: Any, error: Exception | None) -> list[Any]:
         """Every rank's announcement of its batch: one round for all that ranks exchange before they know documents.
@@ -179,13 +178,13 @@ class ParallelTransformer(TransformerHandle):
         return around
 
     @uncompiled
-    def _home(self, module: PreTrainedModel, asked: Request, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
+    def _home(self, module: PreTrainedModel, call: BatchCall, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
         """The model's output for this rank's own batch, with the loss of all batches."""
         if self._head is not None:
             self._head.share = own
-        results = self._outputs.home(module, asked, own, out, hidden)
+        results = self._outputs.home(module, call, own, out, hidden)
         self._checks.note_results(own.plan.layout.tokens(self.comm.rank), graphs(results))
-        if asked.recomputed:
+        if call.recomputed:
             for x in graphs(results):
                 x.register_hook(self._check_awake)
         return results
@@ -210,8 +209,7 @@ class ParallelTransformer(TransformerHandle):
         finally:
             self._head = kept
         if count is not None and call.items is not None:
-            training = self.model.training and torch.is_grad_enabled()
-            self._items.check_head(call.items, int(count), training=training)
+            check_count(call.items, int(count))
         return out if whole else out.to_tuple()
 
     @uncompiled
@@ -233,6 +231,4 @@ class ParallelTransformer(TransformerHandle):
             )
 
 
-@uncompiled
-def _leave(around: ExitStack) -> None:
-    around.close()
+_leave = uncompiled(ExitStack.close)

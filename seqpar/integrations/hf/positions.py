@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.data.rows import MASK, POSITIONS, STARTS
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.forward import current
 from seqpar.integrations.hf.heads import pad_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -12,18 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
-from seqpar.data.batch import FACTS
+from seqpar.data.batch import FACTS, Reading
 from seqpar.data.host import read_entries
 from seqpar.data.rows import LABELS
-from seqpar.facts.value import Ints
 from seqpar.integrations.hf.config import ASKED, takes_any, text_of
-from seqpar.integrations.hf.experts import asks, can_ask, weight_of
-from seqpar.integrations.hf.forward import inside
+from seqpar.integrations.hf.experts import asks, weight_of
+from seqpar.integrations.hf.forward import current
 from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall, LocalHead, misread, ranks_outside
 from seqpar.integrations.hf.positions import COLUMNS, counts
 from seqpar.integrations.hf.trial.runs import ModelFit
-from seqpar.ops.core.compared import hashed
 from seqpar.private.torch import backward_pass, forward_hooks
 
 # Entries of a batch with a value per token, and entries that mark documents.
@@ -48,15 +45,26 @@ UNREAD = ("margin",)
 UNSEEN = ("seq_idx",)
 
 
-class Request(NamedTuple):
-    """What a forward pass is asked for.
+class BatchCall(NamedTuple):
+    """A call of the forward on this rank.
 
-    items: num_items_in_batch. chunked: whether the loss is computed without logits. routers: output_router_logits.
-    recomputed: whether layers are activation checkpoints.
+    what: its name in messages. batch: the entries that move to other ranks. error: why it is refused, which all ranks
+    raise. facts: what ranks compare. items: num_items_in_batch; count: as a number. averaged: whether a wrapper
+    averages its loss. chunked: whether the loss is computed without logits. routers: output_router_logits. recomputed:
+    whether layers are activation checkpoints.
     """
 
+    what: str
+    arguments: dict[str, Any]
+    batch: dict[str, Any]
+    error: Exception | None
+    how: Reading
+    facts: dict[str, object]
+    training: bool
     labels: bool
     items: Tensor | float | None
+    count: int | None
+    averaged: bool
     return_dict: bool
     logits: bool
     chunked: bool
@@ -91,7 +99,7 @@ def misgiven(kind: type[PreTrainedModel], args: tuple[Any, ...], named: Mapping[
     return TypeError(f"{kind.__name__}.forward() got multiple values for argument {twice[0]!r}") if twice else None
 
 
-def on_host(batch: Mapping[str, Any], items: Any, *, replicated: bool) -> dict[str, Any]:
+def on_host(batch: Mapping[str, Any], items: Any, *, replicated: bool) -> Mapping[str, Any]:
     """The batch and its num_items_in_batch, of which all that is read of them comes to the host in one copy."""
     names = [*(batch if replicated else FACTS), "num_items_in_batch"]
     return read_entries({**batch, "num_items_in_batch": items}, names)
@@ -113,101 +121,20 @@ def count_of(items: Any, batch: Mapping[str, Any], *, replicated: bool) -> int |
     return int(items)
 
 
-def too_few(items: Any, labels: int) -> ValueError:
-    """The error for a num_items_in_batch that is smaller than the labels of one forward."""
-    return ValueError(
-        f"num_items_in_batch is {int(items)}, but the batches of all ranks have {labels} labels that count; count "
-        "those of all ranks, as Trainer does with average_tokens_across_devices=True"
-    )
-
-
-class SameBatches:
-    """Warns once if all ranks load the same batch twice in a row, as if each had its own.
-
-    This takes at most two small exchanges in all.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self._count: int | None = 0 if comm.size > 1 else None  # None once that is settled
-
-    def note(self, what: str, lengths: Ints, tokens: Tensor | None) -> None:
-        """Note a batch. lengths: of all ranks' documents, rank after rank. tokens: of this rank's batch."""
-        if self._count is None:
-            return
-        size = self.comm.size
-        alike = lengths.size % size == 0 and bool((lengths.reshape(size, -1) == lengths[: lengths.size // size]).all())
-        if not alike or len(set(self.comm.gather(f"{what}: batches", hashed(tokens)))) > 1:
-            self._count = None
-            return
-        self._count += 1
-        if self._count == 2:
-            self._count = None
-            if not self.comm.rank:
-                warnings.warn(
-                    f"{what}: all {size} ranks load the same batch, and each document is computed {size} times; give "
-                    "each rank its own, or seqpar.parallelize(..., source='replicated') to compute it once on all of "
-                    "them",
-                    stacklevel=3,
-                )
-
-
-class ItemCounts:
-    """The labels of the forwards that share a `num_items_in_batch`, where no forward alone shows that it is too small.
-
-    The caller of a loss that does not divide by it scales for wrappers only if it counted the labels of all ranks; that
-    of replicated batches may have counted the one batch. copies: how often the number counts a label.
-    """
-
-    def __init__(self, model: PreTrainedModel, copies: int) -> None:
-        self._model, self.copies = model, copies
-        self._of: tuple[Any, int] = (None, 0)
-        self._seen, self._warned = 0, False
-
-    def check(self, items: Any, count: int | None, valid: int, fit: ModelFit, *, training: bool) -> None:
-        """Raise ValueError for a count that is smaller than the labels of its batch; in training as `note`.
-
-        items: as given. count: on the host. valid: labels of the union.
-        """
-        labels = valid * self.copies
-        if count is None or items is None:
-            return
-        if count < labels:
-            raise too_few(count, labels)
-        if training and (not fit.by_items or self.copies > 1):
-            self.note(items, count, labels)
-
-    def check_head(self, items: Any, labels: int, *, training: bool) -> None:
-        """The same for a head that pools."""
-        if labels > int(items):
-            raise too_few(items, labels)
-        if training:
-            self.note(items, int(items), labels)
-
-    def note(self, items: Any, count: int, labels: int) -> None:
-        """Warn once of a count that is smaller than the labels of the forwards that it was given to.
-
-        Those are of one step: a step of the optimizer changes weights. count: items on the host. labels: of all ranks.
-        """
-        weight = next((p for p in self._model.parameters() if p.requires_grad), None)
-        of = items, 0 if weight is None else weight._version
-        if of[0] is not self._of[0] or of[1] != self._of[1]:
-            self._of, self._seen = of, 0
-        self._seen += labels
-        if self._seen > count and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"num_items_in_batch is {count}, but the forwards that it was given to have {self._seen} labels on all "
-                f"ranks. If it counts one rank's, gradients of {type(self._model).__name__} are wrong by the number of "
-                "ranks; count those of all ranks, as Trainer does with average_tokens_across_devices=True",
-                stacklevel=2,
-            )
+def check_count(items: Any, labels: int) -> None:
+    """Raise ValueError for a num_items_in_batch that is smaller than the labels of one forward."""
+    if int(items) < labels:
+        raise ValueError(
+            f"num_items_in_batch is {int(items)}, but the batches of all ranks have {labels} labels that count; count "
+            "those of all ranks, as Trainer does with average_tokens_across_devices=True"
+        )
 
 
 class SupportedCalls(NamedTuple):
     """Which calls of a parallel model are served.
 
-    entries: of a batch, with a value per token. guard: what the model was like when it was tried.
+    entries: of a batch, with a value per token. guard: what the model was like when it was tried. routers: whether the
+    model takes `output_router_logits`.
     """
 
     model: PreTrainedModel
@@ -216,6 +143,7 @@ class SupportedCalls(NamedTuple):
     entries: tuple[str, ...]
     average_over: int
     guard: ModelGuard
+    routers: bool
 
     def check(self, module: PreTrainedModel, arguments: dict[str, Any], head: HeadCall | None) -> None:
         """Settle what a call of the model or of its base asks for; arguments without effect leave.
@@ -250,7 +178,7 @@ class SupportedCalls(NamedTuple):
 
     def _check_place(self, who: str, module: PreTrainedModel) -> None:
         """Raise NotImplementedError for a call inside another model's forward, or inside a backward."""
-        if inside():
+        if current() is not None:
             raise NotImplementedError(
                 f"{who} is called inside the forward of another parallel model, whose rows are not a batch; call "
                 "undo() of one of them"
@@ -263,7 +191,7 @@ class SupportedCalls(NamedTuple):
     def _check_names(self, who: str, module: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
         """Raise NotImplementedError for unknown arguments."""
         known = [n for n in (*self.entries, *DOCUMENTS, *OPTIONS) if module is self.model or n not in OF_LOSS]
-        known = [n for n in known if n != ASKED or can_ask(self.model)]
+        known = [n for n in known if n != ASKED or self.routers]
         if unknown := sorted(arguments.keys() - set(known)):
             raise NotImplementedError(
                 f"{who} on several ranks got {', '.join(unknown)}, supported are "
@@ -296,7 +224,7 @@ class SupportedCalls(NamedTuple):
             )
 
     def _check_routers(self, who: str, arguments: dict[str, Any]) -> None:
-        if not arguments.setdefault(ASKED, can_ask(self.model) and asks(self.model)):
+        if not arguments.setdefault(ASKED, self.routers and asks(self.model)):
             del arguments[ASKED]
         if arguments.get(ASKED) and self.fit.routers:
             raise NotImplementedError(

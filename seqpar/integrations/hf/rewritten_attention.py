@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
 from seqpar.integrations.hf.forward import dropped, making
 from seqpar.integrations.hf.mask import Rule
@@ -32,7 +32,7 @@ from seqpar.ops import bind
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Options
 from seqpar.ops.attention.source import Given, PlanSource
-from seqpar.ops.core.autocast import autocast
+from seqpar.ops.core.device import autocast
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.private.transformers import ATTEND, reshape, split_heads
 

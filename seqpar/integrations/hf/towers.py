@@ -19,10 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from seqpar.comm import Comm
+from seqpar.integrations.hf.config import MEDIA
 
-# The inputs that the towers of each kind take, under these names in most models; with further inputs, by the
-# signature of get_*_features.
-MEDIA = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 EXACT = 4096  # values of a media input that ranks exchange; of larger ones only the shape
 
 

@@ -30,7 +30,7 @@ from seqpar.comm.entry import uncompiled
 from seqpar.data import Share
 from seqpar.data.rows import LABELS
 from seqpar.integrations.hf.attention import left_out
-from seqpar.integrations.hf.config import ASKED, caching
+from seqpar.integrations.hf.config import ASKED, MEDIA, caching
 from seqpar.integrations.hf.experts import asks, can_ask
 from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, during, padding_of
 from seqpar.integrations.hf.mask import (
@@ -44,9 +44,19 @@ from seqpar.integrations.hf.mask import (
     united,
 )
 from seqpar.integrations.hf.model import ParallelTransformer
-from seqpar.integrations.hf.reading import BatchCall, output_of
-from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, arguments_of, misgiven
-from seqpar.integrations.hf.towers import MEDIA, Towers, zero_of
+from seqpar.integrations.hf.reading import output_of
+from seqpar.integrations.hf.request import (
+    DOCUMENTS,
+    OF_LOSS,
+    OPTIONS,
+    REFUSED,
+    ROWS,
+    UNSEEN,
+    BatchCall,
+    arguments_of,
+    misgiven,
+)  # fmt: skip
+from seqpar.integrations.hf.towers import Towers, zero_of
 
 # Other inputs of the text model with a value per token: offsets of positions, features between layers.
 GRID, DEEP, SEEN, PER_LAYER = "position_grid", "deepstack_visual_embeds", "visual_pos_masks", "per_layer_inputs"
@@ -59,8 +69,8 @@ class VisionForward:
     module: the model that was called. given: the names of its arguments. asked: those of them that the text model does
     not get from the model's own code. blank: runs of towers on blank inputs. rules, ids: of the masks that were made on
     the way: each without blocks and how it has them, and the number of each token's block, [B, S]. blocks: of the
-    union. call, own: the request and the share. refused: whether all ranks refused the batch. keep: the rows that the
-    head gets, last ones or by their numbers; None for all.
+    union. call, own: the call as read, and the share. refused: whether all ranks refused the batch. keep: the rows that
+    the head gets, last ones or by their numbers; None for all.
     """
 
     def __init__(
@@ -204,14 +214,21 @@ class ParallelVision(ParallelTransformer):
             given["inputs_embeds"] = self.text.get_input_embeddings()(given.pop("input_ids"))
         for run in self._taken_blank():  # the embeddings came from outside
             given["inputs_embeds"] = given["inputs_embeds"] + zero_of(run()).to(given["inputs_embeds"])
+        known = {*self.entries, *DOCUMENTS, *OPTIONS, *UNSEEN, *state.given}
+        if made := sorted(given.keys() - known):
+            state.error = NotImplementedError(
+                f"{type(state.module).__name__} passes {', '.join(made)} to its {type(self.text).__name__}, which "
+                "seqpar cannot split over ranks; train it with data parallelism, whole sequences on "
+                "each rank"
+            )
         try:
             given = _with_rows(given)
         except NotImplementedError as error:
-            state.error = error
+            state.error = state.error or error
         state.padding = given.get("attention_mask")
         try:
             with during(None):
-                state.call, state.own, rows = self._share(state.module, (), given | state.asked)
+                state.call, state.own, rows = self._share(state.module, (), given | state.asked, state.error)
         except BaseException:
             state.refused = True
             raise
@@ -220,20 +237,6 @@ class ParallelVision(ParallelTransformer):
         if source is not None and not source.tokens(self.comm.rank):  # its embeddings and towers have gradients of 0
             rows["inputs_embeds"] = rows["inputs_embeds"] + zero_of([given[n] for n in self.entries if n in given])
         return _without_rows(rows)
-
-    def _check(self, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
-        state = self._vision
-        if state is not None:
-            known = {*self.entries, *DOCUMENTS, *OPTIONS, *UNSEEN, *state.given}
-            if made := sorted(arguments.keys() - known):
-                raise NotImplementedError(
-                    f"{type(module).__name__} passes {', '.join(made)} to its {type(self.text).__name__}, which seqpar "
-                    "cannot split over ranks; train it with data parallelism, whole sequences on each "
-                    "rank"
-                )
-        super()._check(module, arguments)
-        if state is not None and state.error is not None:
-            raise state.error
 
     def _gather(self, call: BatchCall, value: Any, error: Exception | None) -> list[Any]:
         state = self._vision

@@ -31,8 +31,8 @@ from seqpar.integrations.sdpa.trials import ModelsInside
 from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, remember
-from seqpar.ops.core.autocast import autocast
 from seqpar.ops.core.collective_op import check_dense
+from seqpar.ops.core.device import autocast
 from seqpar.ops.core.regions import Region, run_again_inside, under_way
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan

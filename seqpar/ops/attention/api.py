@@ -10,7 +10,7 @@ from seqpar.comm import Comm
 from seqpar.ops.attention.op import ATTENTION
 from seqpar.ops.attention.signature import Accuracy, Options
 from seqpar.ops.attention.source import values_of
-from seqpar.ops.core.autocast import autocasts
+from seqpar.ops.core.device import autocasts
 from seqpar.plan import Plan
 
 

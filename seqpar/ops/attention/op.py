@@ -28,11 +28,10 @@ from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
-from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls, unneeded
-from seqpar.ops.core.device import current_device_of
+from seqpar.ops.core.device import current_device_of, no_autocast
 from seqpar.ops.core.precompute import recent_attention
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.pack import some_of
 from seqpar.plan import Part, Plan
 

@@ -1,7 +1,7 @@
 """The source of a call's plan, comm and dropout seed: its arguments, their handle, or a lookup.
 
 A backward pass may repeat a call. Arguments are then given again; a lookup must find what forward found, or raise (see
-`seqpar.parallel.surrounding`). A repetition with other values is an error (`seqpar.ops.core.repetition`).
+`seqpar.parallel.surrounding`). A repetition with other values is an error (`seqpar.ops.core.regions`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.handles import carried, carry, handles, in_graph
-from seqpar.ops.core.repetition import refuse_repetition
+from seqpar.ops.core.regions import refuse_repetition
 from seqpar.private import torch as torch_private
 from seqpar.private.torch import forward_level
 

@@ -12,7 +12,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, check_dense
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.relayout import MoveRecord, Moves, move_rows
 from seqpar.plan import Plan
 

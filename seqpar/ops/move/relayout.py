@@ -31,7 +31,7 @@ from seqpar.ops.core.agreement import (
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.core.handles import checked_values, in_graph
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.pack import Place, post, rows_of
 from seqpar.plan import Plan, Rows
 from seqpar.plan.steps import as_rows

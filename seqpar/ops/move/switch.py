@@ -23,7 +23,7 @@ from seqpar.ops.core.collective_op import (
     requirements,
 )  # fmt: skip
 from seqpar.ops.core.handles import checked_values, in_graph
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.pack import Message, Place, post
 
 Sizes = tuple[Sequence[int], Sequence[int]]

@@ -19,11 +19,11 @@ from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.attention.source import plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys, plan_fact
-from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import Tensors, check_dense
 from seqpar.ops.core.compared import hashed
+from seqpar.ops.core.device import no_autocast
 from seqpar.ops.core.precompute import recent_recurrent
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.recurrent import blocks, whole
 from seqpar.ops.recurrent.call import LinearCall, tables_of, way_of_layer
 from seqpar.ops.recurrent.checks import most_threads

@@ -25,11 +25,10 @@ from seqpar.facts.value import Ints, Memo
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys, plan_fact
-from seqpar.ops.core.autocast import autocasts, no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
-from seqpar.ops.core.device import stream_of
+from seqpar.ops.core.device import autocasts, no_autocast, stream_of
 from seqpar.ops.core.precompute import recent_recurrent
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
 from seqpar.ops.recurrent.recompute import fake_gradients, gradients
 from seqpar.ops.recurrent.relaid import ContiguousRows

@@ -12,8 +12,8 @@ from seqpar.comm import Comm
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentSpec, choose
 from seqpar.ops.attention.source import values_of
-from seqpar.ops.core.autocast import autocasts
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
+from seqpar.ops.core.device import autocasts
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
 from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated

@@ -32,7 +32,7 @@ from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call,
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.precompute import recent_recurrent
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.relayout import Moves, exchanged, facts_of_rows, row_numbers
 from seqpar.plan import Plan
 from seqpar.plan.runs import DocumentRuns, RankRuns, Requests

@@ -18,10 +18,10 @@ from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
-from seqpar.ops.core.autocast import no_autocast
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
+from seqpar.ops.core.device import no_autocast
 from seqpar.ops.core.precompute import recent_recurrent
-from seqpar.ops.core.repetition import check_repetition
+from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
 from seqpar.ops.recurrent.recompute import fake_gradients

@@ -21,7 +21,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.hf import attention as keys
-from seqpar.integrations.hf import registry
 from seqpar.integrations.hf.attention import LAYER, layer_of
 from seqpar.testing import run_threads
 from seqpar.train import sync_gradients
@@ -403,13 +402,13 @@ def test_a_rank_without_a_row() -> None:
 
 
 def test_the_registrations_can_be_undone() -> None:
-    registry.unregister()
+    keys.unregister()
     try:
         assert keys.KEY not in AttentionInterface()
         with pytest.raises(ValueError, match="seqpar"):
             AutoModel.from_config(build("llama").config, attn_implementation=keys.KEY)
     finally:
-        registry.register()
+        keys.register()
     assert keys.KEY in AttentionInterface()
 
 

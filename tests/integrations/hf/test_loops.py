@@ -260,23 +260,6 @@ def of_first(lengths: Any) -> seqpar.Plan:
     return seqpar.Plan(seqpar.Mask(lengths), seqpar.Layout([range(tokens), []]))
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_the_same_batch_on_every_rank_twice_in_a_row_is_a_warning_that_names_the_source(same: bool) -> None:
-    def rank(comm: Comm) -> None:
-        own, batch = copy.deepcopy(MODEL), dict(EVERY[0])
-        if comm.rank and not same:
-            batch["input_ids"] = batch["input_ids"].clone()
-            batch["input_ids"][0, 0] += 1
-        for source in ("sharded", "replicated")[: 2 if same else 1]:
-            with seqpar.parallelize(own, comm, source=source):
-                for _ in range(3):
-                    own(**batch)
-
-    with told(same) as texts:
-        run_threads(RANKS, rank)
-    assert all("source='replicated'" in text for text in texts)
-
-
 def wrapped(comm: Comm, how: str, average_over: int, group: str) -> list[str]:
     """What is said of two steps in a wrapper over all ranks, whose comm has all of them or each rank alone."""
     mesh = init_device_mesh("cpu", (1, comm.size) if group == "sp" else (comm.size, 1), mesh_dim_names=("dp", "sp"))

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.foreign.wrap import ForwardWrapper, replaced
+from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.registry import implementation
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
@@ -32,18 +32,18 @@ MIXERS = {
     "JambaMambaMixer": "mamba.mamba",
     "ZambaMambaMixer": "mamba.zamba",
     "RecurrentGemmaRecurrentBlock": "rglru.recurrent_gemma",
-    "MiniMaxLightningAttention": "lightning.lightning",
+    "MiniMaxLightningAttention": "linear.lightning",
     "Mamba2Mixer": "mamba.mamba2",
     "BambaMixer": "mamba.mamba2",
     "GraniteMoeHybridMambaLayer": "mamba.mamba2",
     "NemotronHMamba2Mixer": "mamba.mamba2",
     "Zamba2MambaMixer": "mamba.mamba2",
     "FalconH1Mixer": "mamba.falcon_h1",
-    "Qwen3NextGatedDeltaNet": "delta.qwen3_next",
-    "Qwen3_5GatedDeltaNet": "delta.qwen3_5",
-    "Qwen3_5MoeGatedDeltaNet": "delta.qwen3_5",
-    "OlmoHybridGatedDeltaNet": "delta.olmo_hybrid",
-    "KimiLinearDeltaAttention": "delta.kimi",
+    "Qwen3NextGatedDeltaNet": "linear.qwen3_next",
+    "Qwen3_5GatedDeltaNet": "linear.qwen3_5",
+    "Qwen3_5MoeGatedDeltaNet": "linear.qwen3_5",
+    "OlmoHybridGatedDeltaNet": "linear.olmo_hybrid",
+    "KimiLinearDeltaAttention": "linear.kimi",
     "Lfm2ShortConv": "shortconv.short_conv",
     "Lfm2MoeShortConv": "shortconv.short_conv",
     "Lfm3ShortConv": "shortconv.short_conv",

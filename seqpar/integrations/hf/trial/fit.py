@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqpar.integrations.hf.attention import OwnMask
-from seqpar.integrations.hf.config import EDITED, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
+from seqpar.integrations.hf.config import EDITED, MEDIA, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import LocalHead, has_pad, tried
 from seqpar.integrations.hf.positions import dropping_tokens
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rewritten_attention import rewritten_attention
 from seqpar.integrations.hf.rotary import forgotten, lengthy
-from seqpar.integrations.hf.towers import MEDIA
 from seqpar.integrations.hf.trial.runs import (
     NO_ROWS,
     POOLED,

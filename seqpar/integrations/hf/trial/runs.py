@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 from seqpar.comm import LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.foreign.kinds import name_of
+from seqpar.foreign import name_of
 from seqpar.foreign.wrap import replaced
 from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, text_of
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
-from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, called_by, during, padding_of, planned
+from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, LocalHead, pools
 from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, softcapped, tokens_of
 from seqpar.integrations.hf.mask import Rule
@@ -132,10 +132,10 @@ class TrialRuns:
         self.model, self.rules, self.reasons = model, set[Rule](), list[str]()
         drops = dropping_tokens(model)  # as in one row of all tokens
         masks = shares(drops[0], {"input_ids": self.ids[None]})[:, :1] if drops else None
-        self.state = Forward(self._note, padded=True, masks=masks)
+        self.callers: set[nn.Module] = set()
+        self.state = Forward(self._note, padded=True, masks=masks, callers=self.callers)
         self.hidden: Tensor | None = None
         self.calls = sys.maxsize
-        self.callers: set[nn.Module] = set()
         self.rough = quantised(model)
 
     @cached_property
@@ -180,7 +180,7 @@ class TrialRuns:
         state = Forward(note=lambda _, padding, config: MaskPlaceholder(padding)) if inner else self.state
         first = layer_calls.run
         try:
-            with surround(plan, LocalComm()), replaced(text, inner), during(state), called_by(self.callers):
+            with surround(plan, LocalComm()), replaced(text, inner), during(state):
                 given = plain(self.model) | hiding(self.model) | self._typed(ids) | options
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
             self.calls = min(self.calls, layer_calls.run - first)

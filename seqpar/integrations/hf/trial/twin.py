@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqpar.foreign.kinds import kind_of, name_of
+from seqpar.foreign import kind_of, name_of
 from seqpar.foreign.wrap import ForwardWrapper, replaced
+from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.config import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
-from seqpar.integrations.hf.registry import implementation
 from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.trial.weights import NoWeights
 from seqpar.private.transformers import ATTENTION, LOSS_FUNCTION, attention_of

@@ -1,9 +1,10 @@
-"""Delta rules: the gated one (arXiv:2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid, and Kimi delta attention.
+"""Linear attention: lightning attention of MiniMax, and delta rules of Qwen3-Next, Qwen3.5, OLMo Hybrid and Kimi.
 
-Kimi delta attention is arXiv:2510.26692; OLMo Hybrid's rates reach 2, so that states may change sign.
+Lightning attention (arXiv:2501.08313, section 2.2) has a fixed decay of each head. The gated delta rule is
+arXiv:2412.06464, Kimi delta attention arXiv:2510.26692; OLMo Hybrid's rates reach 2, so that states may change sign.
 
-Queries, keys and values are convolved together. A decay of each token and head, for Kimi of each channel too, and a
-rate beta decide what a token leaves of the state and what it writes.
+In delta rules queries, keys and values are convolved together. A decay of each token and head, for Kimi of each channel
+too, and a rate beta decide what a token leaves of the state and what it writes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,16 @@ from torch.nn.functional import softplus
 from seqpar.integrations.hf.recurrent.shortconv import convolved
 from seqpar.kernels import acc_dtype
 from seqpar.recurrent import linear_attention
+
+
+def lightning(mixer: nn.Module, x: Tensor, plan: Tensor) -> tuple[Tensor, None]:
+    """The attention of MiniMax's linear layers: [1, T, hidden] in, the same and no cache out."""
+    qkv = mixer.act_fn(mixer.qkv_proj(x))[0].unflatten(-1, (mixer.num_attention_heads, -1))
+    q, k, v = qkv.split(mixer.head_dim, -1)
+    decay = -mixer.slope_rate.to(acc_dtype(x.dtype)).flatten().expand(len(q), -1)
+    y = linear_attention(q, k, v, plan, decay=decay, scale=1.0)
+    y = mixer.norm(y.flatten(1)[None])  # type: ignore[union-attr]
+    return mixer.out_proj(torch.sigmoid(mixer.output_gate(x)) * y), None
 
 
 def qwen3_next(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
