@@ -21,7 +21,7 @@ from seqpar.data.rows import POSITIONS, BatchShape
 from seqpar.data.union import BatchUnion, announce
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, Memo, digest_of
+from seqpar.facts.value import Ints, Memo, cached, digest_of
 from seqpar.ops import relayout, unshard
 from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
 from seqpar.ops.core.collective_op import check_dense
@@ -60,6 +60,7 @@ class Share(Memo):
     source: Layout | None  # the layout of the rows before they move; None if every rank has all rows
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @cached
     def mask_for(self, *, causal: bool = True, window: tuple[int | None, int | None] = (None, None)) -> Mask:
         """The mask of the union's documents for a layer: `Mask`, with windows counted as on one device.
 
@@ -67,9 +68,6 @@ class Share(Memo):
 
         Raises: ValueError for a window that `Mask` refuses.
         """
-        return self.memo((causal, window), lambda: self._mask(causal, window))  # type: ignore[no-any-return]
-
-    def _mask(self, causal: bool, window: tuple[int | None, int | None]) -> Mask:
         if self.plan.mask.paths is not None:
             if not causal:
                 raise ValueError(f"a tree is causal, got causal=False for {self.plan.mask!r}; leave causal out")

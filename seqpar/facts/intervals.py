@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.facts.value import Ints, Memo, frozen
+from seqpar.facts.value import Ints, Memo, cached, frozen
 
 
 class Spans(NamedTuple):
@@ -298,9 +298,10 @@ class Holders(Memo):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
+    @cached
     def strided(self) -> bool:
         """Whether a run has a step above 1, so that other runs may fill its gaps."""
-        return self.memo("strided", lambda: bool(((self.runs.step > 1) & (self.runs.count > 1)).any()))
+        return bool(((self.runs.step > 1) & (self.runs.count > 1)).any())
 
     def of(self, positions: Ints) -> NDArray[np.int32]:
         """The holder of each position; O(total) memory only if runs are strided."""
@@ -321,11 +322,9 @@ class Holders(Memo):
         piece, source = cut(Runs(lo, hi - lo, np.ones_like(lo)), self.runs.start)
         return piece.start, piece.start + piece.count, self.of(piece.start), source
 
+    @cached
     def all(self) -> NDArray[np.int32]:
         """The holder of every position, int32 [total]; cached."""
-        return self.memo("all", self._all)
-
-    def _all(self) -> NDArray[np.int32]:
         runs = self.runs
         if not self.strided and int(runs.count.sum()) == self.total:
             return frozen(np.repeat(self.holder, runs.count))

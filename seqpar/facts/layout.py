@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from seqpar.facts.intervals import Holders, Runs, edges, expand, order_of, progressions, runs_of
-from seqpar.facts.value import MOST, Fact, Ints, digest_of, frozen, int64_of, integer, is_integer, lengths_of
+from seqpar.facts.value import MOST, Fact, Ints, cached, digest_of, frozen, int64_of, integer, is_integer, lengths_of
 
 RANKS = 1 << 20  # at most, per layout: the square of twice as many fits into 64 bits
 
@@ -168,11 +168,9 @@ class Layout(Fact):
         order = order_of(rank, ranks)
         return cls._make(start[order], count[order], rank[order], ranks, f"striped, block={block}")
 
+    @cached
     def sizes(self) -> Ints:
         """Tokens that each rank holds, [ranks]."""
-        return self.memo("sizes", self._sizes)
-
-    def _sizes(self) -> Ints:
         return frozen(np.diff(edges(self._runs.count)[self._bounds]))
 
     def tokens(self, rank: int) -> int:
@@ -197,11 +195,9 @@ class Layout(Fact):
         """The runs of all ranks in order, and the rank of each."""
         return self._runs, np.repeat(np.arange(self.ranks), np.diff(self._bounds))
 
+    @cached
     def holders(self) -> Holders:
         """The runs of all ranks in the order of their starts, and the rank of each; cached."""
-        return self.memo("holders", self._holders)
-
-    def _holders(self) -> Holders:
         runs, rank = self.all_runs()
         order = order_of(runs.start, self.total)
         return Holders(runs.pick(order), rank[order].astype(np.int32), self.total)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -94,6 +95,8 @@ def _freeze(value: object) -> None:
             _freeze(part)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _UNKNOWN = object()
 
 
@@ -110,6 +113,17 @@ class Memo:
     def known(self, key: Any) -> Any:
         """The result of an earlier `memo`, or None."""
         return self._memo.get(key)
+
+
+def cached(function: Callable[P, R]) -> Callable[P, R]:
+    """A function, or a method, whose first argument keeps its results in its memo, by the other arguments."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def call(of: Any, *key: Any, **named: Any) -> Any:
+        return of.memo((name, *key, *named.items()), lambda: function(of, *key, **named))
+
+    return cast(Callable[P, R], call)
 
 
 class Fact(Memo):

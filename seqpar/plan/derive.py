@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from seqpar.facts.intervals import Holders
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Fact, Ints, integer, is_integer
+from seqpar.facts.value import Fact, Ints, cached, integer, is_integer
 from seqpar.plan.fetched import Fetched
 from seqpar.plan.hierarchy import fetch_by_node
 from seqpar.plan.parts import head_share, part_of, replicated
@@ -93,11 +93,9 @@ class Derived(Fact):
         return self.residence.degrees
 
     @property
+    @cached
     def merges(self) -> bool:
         """Whether some row's keys come in several steps or bands, whose results are merged. Equal on all ranks."""
-        return self.memo("merges", self._merges)
-
-    def _merges(self) -> bool:
         if len(self.mask.bands) > 1:
             return True
         if self.transport == "gather" or (self.widths == self.ranks).all():
@@ -146,8 +144,9 @@ class Derived(Fact):
         stage_rows = max(1, self.stage_bytes // integer("row_bytes", row_bytes, 1))
         if self.transport != "fetch":
             stage_rows = 0  # the other transports have no stages
-        return self.memo(("steps", rank, stage_rows), lambda: self._steps(rank, stage_rows))
+        return self._steps(rank, stage_rows)
 
+    @cached
     def _steps(self, rank: int, stage_rows: int) -> list[Step]:
         steps: list[Step] = []
         for width in np.flatnonzero(np.bincount(self.widths)).tolist():
@@ -170,11 +169,9 @@ class Derived(Fact):
             inner = max(d for d in range(1, int(demand.groups**0.5) + 1) if demand.groups % d == 0)
         return [LOCAL, *ring(demand, group, part.keys, inner)]
 
+    @cached
     def demand(self, width: int) -> Demand:
         """The keys that groups need and own in the documents of one width; cached."""
-        return self.memo(("demand", width), lambda: self._demand(width))
-
-    def _demand(self, width: int) -> Demand:
         return Demand.of(self.mask, self._holders(width, "q"), self._holders(width, "kv"), self.ranks // width)
 
     def _holders(self, width: int, side: str) -> Holders:
@@ -194,12 +191,14 @@ class Derived(Fact):
     def fetch_table(self, rank: int) -> Fetched:
         """`fetched` as all calls share it; cached."""
         self._check_rank(rank)
-        return self.memo(("fetched", rank), lambda: self._fetched(rank))
+        return self._fetched(rank)
 
+    @cached
     def _fetched(self, rank: int) -> Fetched:
-        demand = self.memo("demand of ranks", self._demand_of_ranks)
+        demand = self._demand_of_ranks()
         return Fetched.of(self.mask, demand, rank, self.positions(rank), self.kv_layout.positions(rank))
 
+    @cached
     def _demand_of_ranks(self) -> Demand:
         """The keys that each rank's own queries see, of all documents."""
         if (self.widths == 1).all():

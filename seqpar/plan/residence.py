@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from seqpar.facts.intervals import Runs, cut, distinct, interval_of, order_of
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, Memo, frozen
+from seqpar.facts.value import Ints, Memo, cached, frozen
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +44,11 @@ class Residence(Memo):
         """The start of each document of a side, and the end of the last."""
         return self.mask.offsets if side == "q" else self.mask.kv_offsets
 
+    @cached
     def pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
         """The rows of all ranks in the order of their starts, cut at documents: runs, rank and document; cached."""
         if side == "kv" and self.one_side:
-            side = "q"
-        return self.memo(("pieces", side), lambda: self._pieces(side))
-
-    def _pieces(self, side: str) -> tuple[Runs, Ints, Ints]:
+            return self.pieces("q")
         layout, starts = self.layout_of(side), self.offsets_of(side)[:-1]
         holders = layout.holders()
         piece, source = cut(holders.runs, starts)
@@ -59,13 +57,11 @@ class Residence(Memo):
             piece, source = piece.pick(order), source[order]
         return piece, holders.holder[source].astype(np.int64), interval_of(piece.start, starts)
 
+    @cached
     def pairs(self, side: str) -> Ints:
         """Every (document, rank that holds some of it) as ``document * ranks + rank``, ascending; cached."""
         if side == "kv" and self.one_side:
-            side = "q"
-        return self.memo(("pairs", side), lambda: self._pairs(side))
-
-    def _pairs(self, side: str) -> Ints:
+            return self.pairs("q")
         _, rank, document = self.pieces(side)
         pairs = document * self.layout.ranks + rank
         pairs = pairs[order_of(pairs, len(self.mask.lengths) * self.layout.ranks)]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from seqpar.facts.intervals import Runs, cut, edges, expand, interval_of, order_of, summed
 from seqpar.facts.mask import Mask
 from seqpar.facts.trees import Paths
-from seqpar.facts.value import Ints, Memo, frozen
+from seqpar.facts.value import Ints, Memo, cached, frozen
 from seqpar.plan.residence import Residence
 from seqpar.plan.steps import Rows
 
@@ -78,13 +78,10 @@ class DocumentRuns(Memo):
     offsets: Ints
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, residence: Residence) -> DocumentRuns:
+    @staticmethod
+    @cached
+    def of(residence: Residence) -> DocumentRuns:
         """The runs of a plan's queries; cached."""
-        return residence.memo("document runs", lambda: cls._of(residence))
-
-    @classmethod
-    def _of(cls, residence: Residence) -> DocumentRuns:
         pieces, rank, document = residence.pieces("q")
         start, count = pieces.start, pieces.count
         if ((pieces.step > 1) & (count > 1)).any():  # in position order, a strided piece has runs of one row
@@ -93,7 +90,7 @@ class DocumentRuns(Memo):
             order = order_of(start, residence.layout.total)
             start, rank, document = start[order], rank[order], document[order]
             count = np.ones_like(start)
-        return cls.of_pieces(start, count, rank, document, residence.layout.ranks, residence.mask.offsets)
+        return DocumentRuns.of_pieces(start, count, rank, document, residence.layout.ranks, residence.mask.offsets)
 
     @classmethod
     def of_pieces(cls, start: Ints, count: Ints, rank: Ints, document: Ints, ranks: int, offsets: Ints) -> DocumentRuns:
@@ -105,24 +102,24 @@ class DocumentRuns(Memo):
         return cls(start, count, rank, document, ranks, offsets)
 
     @property
+    @cached
     def of_cut_documents(self) -> DocumentRuns:
         """The runs of documents that have several; cached."""
-        return self.memo("of cut documents", self._of_cut_documents)
-
-    def _of_cut_documents(self) -> DocumentRuns:
         several = ~(self.opens & self.closes)
         start, count, rank, document = (frozen(x[several]) for x in (self.start, self.count, self.rank, self.document))
         return DocumentRuns(start, count, rank, document, self.ranks, self.offsets)
 
     @property
+    @cached
     def opens(self) -> NDArray[np.bool_]:
         """Whether each run is the first of its document; cached."""
-        return self.memo("opens", lambda: self.start == self.offsets[self.document])
+        return self.start == self.offsets[self.document]
 
     @property
+    @cached
     def closes(self) -> NDArray[np.bool_]:
         """Whether each run is the last of its document; cached."""
-        return self.memo("closes", lambda: self.start + self.count == self.offsets[self.document + 1])
+        return self.start + self.count == self.offsets[self.document + 1]
 
     @property
     def first(self) -> Ints:
@@ -135,20 +132,20 @@ class DocumentRuns(Memo):
         return np.arange(self.start.size) - self.first
 
     @property
+    @cached
     def tokens(self) -> Ints:
         """Tokens that each rank holds; cached."""
-        return self.memo("tokens", lambda: frozen(summed(self.rank, self.count, self.ranks)))
+        return frozen(summed(self.rank, self.count, self.ranks))
 
     @property
+    @cached
     def leaving(self) -> Ints:
         """Rows of each rank in runs that others continue; cached."""
-        return self.memo("leaving", lambda: frozen(summed(self.rank, self.count * ~self.closes, self.ranks)))
+        return frozen(summed(self.rank, self.count * ~self.closes, self.ranks))
 
+    @cached
     def relaid(self) -> DocumentRuns:
         """The runs of a contiguous layout with as many tokens on each rank; cached."""
-        return self.memo("relaid", self._relaid)
-
-    def _relaid(self) -> DocumentRuns:
         edge = edges(self.tokens)
         start = np.union1d(edge[:-1], self.offsets[:-1])
         start = start[start < edge[-1]]
@@ -156,19 +153,18 @@ class DocumentRuns(Memo):
         start, count, rank, document = map(frozen, (start, count, rank, interval_of(start, self.offsets)))
         return DocumentRuns(start, count, rank, document, self.ranks, self.offsets)
 
+    @cached
     def of_rank(self, rank: int) -> Ints:
         """The numbers of a rank's runs."""
-        return self.memo(("of rank", rank), lambda: frozen(np.flatnonzero(self.rank == rank)))
+        return frozen(np.flatnonzero(self.rank == rank))
 
     def owner(self, positions: Ints) -> Ints:
         """The ranks that hold these positions."""
         return self.rank[interval_of(positions, self.start)]
 
+    @cached
     def rows_before(self, reach: int) -> Requests:
         """The rows that ranks lack of the `reach` rows before each of their runs; after each run if negative."""
-        return self.memo(("rows before", reach), lambda: self._rows_before(reach))
-
-    def _rows_before(self, reach: int) -> Requests:
         documents = self.document
         if reach > 0:
             lo, hi = np.maximum(self.start - reach, self.offsets[documents]), self.start
@@ -187,11 +183,9 @@ class DocumentRuns(Memo):
         asking, kept = np.repeat(self.rank[source], count), above >= 0
         return _requests(asking[kept], self.owner(above[kept]), above[kept])
 
+    @cached
     def earlier_runs(self) -> Requests:
         """For each rank all runs of other ranks that come before one of its runs, in the same document."""
-        return self.memo("earlier runs", self._earlier_runs)
-
-    def _earlier_runs(self) -> Requests:
         pair = self.document * self.ranks + self.rank
         order = np.argsort(pair, kind="stable")
         last = order[np.append(np.diff(pair[order]) > 0, True)]  # of each rank in each document

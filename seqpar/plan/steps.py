@@ -21,7 +21,7 @@ import numpy as np
 from seqpar.facts.bands import Until, closed_pairs, sees_any
 from seqpar.facts.segments import Segments, segments
 from seqpar.facts.tiles import Tiles, tile_tables
-from seqpar.facts.value import Ints, Memo
+from seqpar.facts.value import Ints, Memo, cached
 
 Rows = slice | Ints  # rows of a tensor: a slice if consecutive, so that selecting them copies nothing
 
@@ -194,24 +194,21 @@ class StepBand(Memo):
         hides = until is not None and at.size > 0 and until.size > 0 and int(until.min()) <= int(at[-1])
         return cls(at, bounds.lo, bounds.hi, pos, until if hides else None)
 
+    @cached
     def tiles(self, bm: int, bn: int) -> Tiles:
         """Tile tables of this band, for tiles of ``bm`` query rows and ``bn`` key rows; cached."""
-        return self.memo(
-            ("tiles", bm, bn),
-            lambda: tile_tables(self.lo, self.hi, self.pos, bm, bn, at=self.at, until=self.until),
-        )
+        return tile_tables(self.lo, self.hi, self.pos, bm, bn, at=self.at, until=self.until)
 
     @property
+    @cached
     def segments(self) -> Segments:
         """This band as contiguous rectangles, for kernels that know no positions; cached."""
-        return self.memo("segments", lambda: segments(self.lo, self.hi, self.pos, at=self.at, until=self.until))
+        return segments(self.lo, self.hi, self.pos, at=self.at, until=self.until)
 
     @property
+    @cached
     def area(self) -> int:
         """Number of pairs of a query and a key; cached."""
-        return self.memo("area", self._area)
-
-    def _area(self) -> int:
         first, stop = np.searchsorted(self.pos, self.lo), np.searchsorted(self.pos, self.hi)
         pairs = int(np.maximum(stop - first, 0).sum())
         return pairs if self.until is None else pairs - closed_pairs(first, stop, self.at, self.until)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqpar.facts.intervals import Runs, cut, interval_of, summed
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints, frozen
+from seqpar.facts.value import Ints, cached, frozen
 from seqpar.plan.counts import Tally, area_of, areas_of, counts_of, seen_again, whole_runs
 from seqpar.planner.place import Placement
 
@@ -30,27 +30,21 @@ def tallies(mask: Mask, placed: Sequence[Placement], *, ranks: int, node: int) -
     return [{u: Tally(*(c[end - ranks // u : end] for c in counts)) for u, end in own.items()} for own in pieces.ends]
 
 
+@cached
 def areas(mask: Mask) -> Ints:
     """Attended pairs of each document's queries, int64 [documents]; cached."""
-    return mask.memo("areas", lambda: frozen(_areas(mask)))
-
-
-def _areas(mask: Mask) -> Ints:
     if mask.spans_are_documents:
         s, n = mask.bands[0].spans, mask.lengths
-        return n * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (n * (n - 1) // 2)
+        return frozen(n * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (n * (n - 1) // 2))
     runs, document = whole_runs(mask)
-    return summed(document, area_of(mask, runs), mask.lengths.size)
+    return frozen(summed(document, area_of(mask, runs), mask.lengths.size))
 
 
+@cached
 def again(mask: Mask) -> Ints:
     """Rows of each document, at least, once for every band after the first in which they see keys; cached."""
     if len(mask.bands) == 1:
         return np.zeros_like(mask.lengths)
-    return mask.memo("again", lambda: frozen(_again(mask)))
-
-
-def _again(mask: Mask) -> Ints:
     runs, document = whole_runs(mask)
     seen = np.zeros_like(runs.count)
     for band in mask.bands:
@@ -59,13 +53,14 @@ def _again(mask: Mask) -> Ints:
             last = hi - lo + (runs.count - 1) * (hi_step - lo_step)
             inner = np.where((hi > lo) | (last > 0), runs.count - 2, 0)
             seen += np.where(runs.count > 1, inner + (hi > lo) + (last > 0), hi > lo)
-    return summed(document, np.maximum(seen - runs.count, 0), mask.lengths.size)
+    return frozen(summed(document, np.maximum(seen - runs.count, 0), mask.lengths.size))
 
 
+@cached
 def _seen_again(mask: Mask) -> Ints:
     """`Tally.again` of each document where one group holds it."""
     runs, document = whole_runs(mask)
-    return summed(document, seen_again(runs, areas_of(mask, runs)), mask.lengths.size)
+    return frozen(summed(document, seen_again(runs, areas_of(mask, runs)), mask.lengths.size))
 
 
 def _stretches(mask: Mask) -> Ints:
@@ -157,5 +152,4 @@ def _with_whole(mask: Mask, counts: Tally, pieces: _Pieces) -> Tally:
     counts = counts._replace(rows=counts.rows + rows, near=counts.near + near, pieces=counts.pieces + stretches)
     if len(mask.bands) == 1:
         return counts
-    further = mask.memo("seen again", lambda: frozen(_seen_again(mask)))
-    return counts._replace(again=counts.again + summed(home, further[own], counts.rows.size))
+    return counts._replace(again=counts.again + summed(home, _seen_again(mask)[own], counts.rows.size))

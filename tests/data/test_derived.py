@@ -77,7 +77,7 @@ def test_after_prefetch_a_call_derives_nothing_and_uploads_once(derives: bool, m
     one_by_one("forward")
     one_by_one("backward")
     for owner, name in (
-        (Derived, "_steps"), (plan_steps, "tile_tables"), (op, "recipe_of"), (UploadBuffer, "sent"),
+        (Derived, "_routes"), (plan_steps, "tile_tables"), (op, "recipe_of"), (UploadBuffer, "sent"),
     ):  # fmt: skip
         counted(owner, name)
     if not derives:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.facts.value import cached
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import Recurrence, RecurrentKernel
 from seqpar.ops.core.collective_op import Record
@@ -74,10 +75,10 @@ class LinearCall(Record):
         return Recurrence(*own, self.scale, None if rates is None else rates.to(dtype))  # type: ignore[arg-type]
 
 
+@cached
 def way_of_layer(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:
     """How states or rows of a layer travel, the same on all ranks whose tensors agree; cached."""
-    make = lambda: layer_way(document_runs(plan), layer, travel)  # noqa: E731
-    return plan.memo(("layer way", travel, layer), make)  # type: ignore[no-any-return]
+    return layer_way(document_runs(plan), layer, travel)
 
 
 def tables_of(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from seqpar.comm import Comm, Tag
-from seqpar.facts.value import Ints, Memo
+from seqpar.facts.value import Ints, Memo, cached
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys, plan_fact
@@ -83,28 +83,25 @@ class RowsWithHalo(Memo):
     order: Ints
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, plan: Plan, rank: int, reach: int) -> RowsWithHalo:
+    @staticmethod
+    @cached
+    def of(plan: Plan, rank: int, reach: int) -> RowsWithHalo:
         """The rows of a rank's runs behind halos of `reach` rows; cached."""
-        return plan.memo(("laid", reach, rank), lambda: cls._of(plan, rank, reach))  # type: ignore[no-any-return]
-
-    @classmethod
-    def _of(cls, plan: Plan, rank: int, reach: int) -> RowsWithHalo:
         own = rank_runs(plan, rank)
         numbers, tokens = np.arange(own.counts.size), own.positions.size
         local = np.arange(tokens) + reach * (1 + np.repeat(numbers, own.counts))
         halo = (own.starts[:-1] + reach * numbers)[:, None] + np.arange(reach)
-        return cls(tokens + reach * numbers.size, halo.ravel(), local, own.local(own.positions))
+        return RowsWithHalo(tokens + reach * numbers.size, halo.ravel(), local, own.local(own.positions))
 
     def on(self, device: torch.device) -> Sequence[Tensor]:
         """halo, local and order on a device, uploaded once per stream."""
         return self.memo(stream_of(device), lambda: row_numbers([self.halo, self.local, self.order], device))  # type: ignore[no-any-return]
 
 
+@cached
 def way_of_rows(plan: Plan, reach: int, size: int, travel: str) -> TravelWay:
     """How rows of `size` bytes reach filters; cached."""
-    make = lambda: halo_way(document_runs(plan), reach, size, travel)  # noqa: E731
-    return plan.memo(("halo way", reach, size, travel), make)  # type: ignore[no-any-return]
+    return halo_way(document_runs(plan), reach, size, travel)
 
 
 def tables_of(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.facts.intervals import edges, expand
-from seqpar.facts.value import Ints, Memo
+from seqpar.facts.value import Ints, Memo, cached
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.move.relayout import row_numbers
@@ -35,18 +35,15 @@ class LocalRuns(Memo):
     exported: Ints
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> LocalRuns:
+    @staticmethod
+    @cached
+    def of(plan: Plan, rank: int) -> LocalRuns:
         """A rank's side of a plan; cached."""
-        return plan.memo(("local runs", rank), lambda: cls._of(plan, rank))  # type: ignore[no-any-return]
-
-    @classmethod
-    def _of(cls, plan: Plan, rank: int) -> LocalRuns:
         own = rank_runs(plan, rank)
         exported = np.flatnonzero(~own.closes)
         order = own.local(own.positions)
         in_order = order.size == plan.rows(rank) and (order == np.arange(order.size)).all()
-        return cls(
+        return LocalRuns(
             None if in_order else order,
             own.counts,
             own.documents,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
-from seqpar.facts.value import Ints, Memo
+from seqpar.facts.value import Ints, Memo, cached
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.move.pack import post, rows_of
@@ -67,20 +67,17 @@ class StatePipeline(Memo):
     back: Levels
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, plan: Plan, rank: int, blocks: int) -> StatePipeline:
+    @staticmethod
+    @cached
+    def of(plan: Plan, rank: int, blocks: int) -> StatePipeline:
         """A rank's part of a plan, in so many blocks of heads; cached."""
-        return plan.memo(("pipeline", blocks, rank), lambda: cls._of(plan, rank, blocks))  # type: ignore[no-any-return]
-
-    @classmethod
-    def _of(cls, plan: Plan, rank: int, blocks: int) -> StatePipeline:
         table, side = document_runs(plan), LocalRuns.of(plan, rank)
         own, ordinal = table.of_rank(rank), table.ordinal
         after = np.where(table.closes, -1, np.append(table.rank[1:], -1))[own]
         before = np.where(table.opens, -1, np.append(-1, table.rank[:-1]))[own]
         ahead = np.searchsorted(table.document, table.document, side="right") - 1 - np.arange(ordinal.size)
         forth, back = _levels(ordinal[own], after, before, side), _levels(ahead[own], before, after, side)
-        return cls(blocks, int(ordinal.max(initial=0)), forth, back)
+        return StatePipeline(blocks, int(ordinal.max(initial=0)), forth, back)
 
     def run(
         self, levels: Levels, entering: Tensor, leaving: Tensor, begin: Callable[[Level, int], Callable[[], None]],

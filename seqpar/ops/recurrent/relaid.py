@@ -20,7 +20,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.intervals import edges
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.facts.value import Ints
+from seqpar.facts.value import Ints, cached
 from seqpar.ops.move.relayout import Moves, exchanged, moves_between
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
@@ -40,17 +40,14 @@ class ContiguousRows:
     rows: Moves
     final: Moves
 
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> ContiguousRows:
+    @staticmethod
+    @cached
+    def of(plan: Plan, rank: int) -> ContiguousRows:
         """A rank's part; cached."""
-        return plan.memo(("relaid", rank), lambda: cls._of(plan, rank))  # type: ignore[no-any-return]
-
-    @classmethod
-    def _of(cls, plan: Plan, rank: int) -> ContiguousRows:
-        inside: Plan = plan.memo("relaid", lambda: _contiguous(plan))
+        inside = _contiguous(plan)
         rows = replace(moves_between(plan.layout, inside.layout, rank), rows_in=plan.rows(rank))
         before, after = (table.rank[table.closes] for table in map(document_runs, (inside, plan)))  # by document
-        return cls(inside, rows, _regrouped(before, after, rank))
+        return ContiguousRows(inside, rows, _regrouped(before, after, rank))
 
     def there(self, xs: Sequence[Tensor | None], comm: Comm, tag: Tag) -> list[Tensor | None]:
         """Rows, or gradients of results, in the contiguous layout. A collective."""
@@ -80,6 +77,7 @@ def _tag(tag: Tag, nth: int) -> Tag:
     return tag._replace(phase=tag.phase + PHASES * nth, name=f"{tag.name}, rows in another layout")
 
 
+@cached
 def _contiguous(plan: Plan) -> Plan:
     """A plan of the same documents in a contiguous layout, with as many tokens on each rank."""
     sizes = plan.layout.sizes()

@@ -24,7 +24,7 @@ from torch import Tensor
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import refuse_transforms
 from seqpar.facts.intervals import expand
-from seqpar.facts.value import MOST, Ints, Memo, is_integer
+from seqpar.facts.value import MOST, Ints, Memo, cached, is_integer
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
@@ -48,10 +48,10 @@ def runs(plan: Plan, rank: int) -> RankRuns:
     return deepcopy(rank_runs(plan, rank))
 
 
+@cached
 def rank_runs(plan: Plan, rank: int) -> RankRuns:
     """`runs` as all calls share them; cached."""
-    make = lambda: RankRuns.of(document_runs(plan), plan.layout.positions(rank), rank)  # noqa: E731
-    return plan.memo(("document runs", rank), make)  # type: ignore[no-any-return]
+    return RankRuns.of(document_runs(plan), plan.layout.positions(rank), rank)
 
 
 def moves_of(requests: Requests, rank: int, rows: int, local: Any) -> tuple[Ints, Moves]:
@@ -77,13 +77,10 @@ class RowMap(Memo):
     moves: Moves
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(cls, plan: Plan, rank: int, what: str, reach: int) -> RowMap:
+    @staticmethod
+    @cached
+    def of(plan: Plan, rank: int, what: str, reach: int) -> RowMap:
         """The map of ``shift`` by `reach`, or of the ``halo`` of as many rows; cached."""
-        return plan.memo((what, reach, rank), lambda: cls._of(plan, rank, what, reach))  # type: ignore[no-any-return]
-
-    @classmethod
-    def _of(cls, plan: Plan, rank: int, what: str, reach: int) -> RowMap:
         table, own, paths = document_runs(plan), rank_runs(plan, rank), plan.mask.paths
         requests = table.rows_before(reach) if paths is None else table.rows_above(paths, reach)
         arrived, moves = moves_of(requests, rank, plan.rows(rank), own.local)
@@ -105,7 +102,7 @@ class RowMap(Memo):
         here = table.owner(wanted) == rank
         order = np.argsort(arrived)
         used = order[np.searchsorted(arrived[order], wanted[~here])]
-        return cls(plan.rows(rank), rows_out, own.local(wanted[here]), place[here], used, place[~here], moves)
+        return RowMap(plan.rows(rank), rows_out, own.local(wanted[here]), place[here], used, place[~here], moves)
 
     def on(self, device: torch.device) -> Sequence[Tensor]:
         """taken, placed, used and filled on a device, uploaded once per stream."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm, Tag
+from seqpar.facts.value import cached
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
 from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
@@ -55,10 +56,10 @@ def state_scan(states: Tensor, maps: Tensor, plan: Plan, comm: Comm, *, travel: 
     return SCAN([states, maps], [plan, comm], travel)[0]
 
 
+@cached
 def way_of_states(plan: Plan, travel: str, layer: LayerBytes) -> TravelWay:
     """How states travel, the same on all ranks whose tensors agree; cached."""
-    make = lambda: state_way(document_runs(plan), layer, travel)  # noqa: E731
-    return plan.memo(("state way", travel, layer), make)  # type: ignore[no-any-return]
+    return state_way(document_runs(plan), layer, travel)
 
 
 def tables_of(plan: Plan, rank: int, travel: str, layer: LayerBytes) -> StateGather | StateChain:
