@@ -23,9 +23,9 @@ def add_command(commands: Any) -> None:
     """Declare the three commands and their flags; those of the demo, even --help, are its script's."""
     parser = commands.add_parser(
         "compare",
-        help="compare losses, gradients and weights of a training program on N ranks with those on one",
-        description="Run module:program on one rank and on N ranks, and compare loss, gradients and weights. The exit "
-        "code is 1 if they differ. See seqpar.testing.compare for what the program yields.",
+        help="compare losses, gradients, weights and buffers of a training program on N ranks with those on one",
+        description="Run module:program on one rank and on N ranks, and compare loss, gradients, weights and buffers. "
+        "The exit code is 1 if they differ. See seqpar.testing.compare for what the program yields.",
     )
     parser.add_argument("program", metavar="module:program", help="a generator function of a module")
     parser.add_argument("-n", "--ranks", type=integer, default=2, metavar="N", help="ranks (2)")

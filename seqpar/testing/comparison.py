@@ -20,7 +20,7 @@ from seqpar.ops.core.collective_op import is_dtensor
 from seqpar.train.wrappers import local
 
 Program = Callable[[Comm], Iterator[tuple[nn.Module, Tensor | float]]]
-Values = dict[tuple[str, str], Tensor]  # ("loss", ""), ("gradient", name) or ("weight", name) -> the whole tensor
+Values = dict[tuple[str, str], Tensor]  # ("loss", ""), or the kind of a `Row` and a name -> the whole tensor
 TIMEOUT = 300.0  # seconds that a rank waits for another one, which may compile or load a model
 SHOWN = 20  # rows that are printed
 
@@ -28,9 +28,9 @@ SHOWN = 20  # rows that are printed
 class Row(NamedTuple):
     """One value of one step, on one rank and on several.
 
-    kind: "loss", "gradient" or "weight". difference: the largest distance of an element, on any rank, from its value on
-    one rank, relative to the largest element. allowed: the distance that rounding explains. ranks: those whose distance
-    is larger. apart: those whose distance from rank 0's value is larger.
+    kind: "loss", "gradient", "weight" or "buffer". difference: the largest distance of an element, on any rank, from
+    its value on one rank, relative to the largest element. allowed: the distance that rounding explains. ranks: those
+    whose distance is larger. apart: those whose distance from rank 0's value is larger.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 @dataclass(repr=False)
 class Comparison:
-    """The result of `compare`. rows: loss, gradients and weights, the largest ``difference / allowed`` first."""
+    """The result of `compare`. rows: all values that it compares, the largest ``difference / allowed`` first."""
 
     ranks: int
     rows: list[Row]
@@ -71,7 +71,7 @@ class Comparison:
 
 
 def compare(program: Program, *, ranks: int = 2, steps: int = 1, processes: bool = False) -> Comparison:
-    """Run a training program on one rank and on `ranks` ranks, and compare loss, gradients and weights.
+    """Run a training program on one rank and on `ranks` ranks, and compare loss, gradients, weights and saved buffers.
 
     program: a generator function. ``program(comm)`` builds the model with a fixed seed, makes it parallel over comm,
     and yields ``(model, loss)`` after each ``optimizer.step()``, with the gradients still in place. loss is the
@@ -86,12 +86,12 @@ def compare(program: Program, *, ranks: int = 2, steps: int = 1, processes: bool
     of the model's N weights. Roundings that add up like a random walk reach ``sqrt(N) * eps`` of the dtype of sums
     (Higham, Accuracy and Stability of Numerical Algorithms, section 2.8). In 16 bits the result of each of about T
     operations, T the number of parameters, is rounded too: ``sqrt(T) * eps``. Four times the sum of both is allowed,
-    relative to the loss (at least 1), to the largest gradient of all parameters, and to the largest element of a
-    weight. A gradient may be a difference of terms as large as other gradients, as that of a key's bias, which is 0.
+    relative to the loss (at least 1), to the largest gradient of all parameters, and to the largest element of a weight
+    or buffer. A gradient may be a difference of terms as large as other gradients, as that of a key's bias, which is 0.
     An optimizer such as Adam turns the rounding of such a gradient into a whole step. So the program also runs on one
-    rank with gradients that lie that far off before each optimizer's step, and twice the resulting distance is
-    allowed too. In float64 nearly every mistake exceeds this; in 16 bits, and under autocast, compare in float64
-    instead.
+    rank with gradients that lie that far off before each optimizer's step, and twice the resulting distance is allowed
+    too. In float64 nearly every mistake exceeds this; in 16 bits, under autocast, and where a model multiplies
+    roundings, compare in float64 instead. Buffers are those of the state dict; others may hold a rank's own rows.
 
     Raises: the error of the rank that failed first, other than a `PeerError` if there is one. TypeError if program is
     not such a generator function; ValueError if it yields fewer than `steps` times.
@@ -133,18 +133,27 @@ def _run(comm: Comm, program: Program, steps: int, nudged: bool) -> list[Values]
 
 
 def _values(given: Any) -> Values:
-    """Copies of the loss and of whole gradients and weights, by the names they have without DDP and `torch.compile`."""
+    """Copies of the loss and of whole gradients, weights and buffers of the state dict."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)):
         raise TypeError(f"compare: program yielded {type(given).__name__}, expected (model, loss)")
     model, loss = given
     loss = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
     found = {("loss", ""): _whole(loss)}
     for name, p in model.named_parameters():
-        name = name.removeprefix("module.").replace("_orig_mod.", "")
+        name = _plain(name)
         if p.grad is not None:
             found["gradient", name] = _whole(p.grad)
         found["weight", name] = _whole(p)
+    saved = model.state_dict().keys()
+    for name, x in model.named_buffers():
+        if name in saved:  # others, such as a cache of this rank's rows, may differ
+            found["buffer", _plain(name)] = _whole(x)
     return found
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter or buffer without DDP and `torch.compile`."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 def _whole(x: Any) -> Tensor:
@@ -172,7 +181,8 @@ def _tolerance(weights: list[Tensor]) -> float:
 
 def _rows(step: int, one: Values, off: Values, several: list[Values]) -> list[Row]:
     """The rows of a step. one, off: on one rank, as it is and nudged. several: on each of several ranks."""
-    tolerance = _tolerance([x for (kind, _), x in one.items() if kind == "weight"])
+    weights = [x for (kind, _), x in one.items() if kind == "weight"]
+    tolerance = _tolerance(weights)
     gradients = max((_largest(x) for (kind, _), x in one.items() if kind == "gradient"), default=0.0)
     rows = []
     for kind, name in dict.fromkeys(key for values in (one, *several) for key in values):
@@ -182,8 +192,9 @@ def _rows(step: int, one: Values, off: Values, several: list[Values]) -> list[Ro
             values = [torch.zeros_like(like) if x is None else x for x in values]
         expected, moved, *own = values
         size = 0.0 if expected is None else _largest(expected)
-        scale = {"loss": max(size, 1.0), "gradient": gradients, "weight": size}[kind]
-        allowed = tolerance * scale + 2 * _distance(expected, moved)
+        scale = {"loss": max(size, 1.0), "gradient": gradients}.get(kind, size)
+        rough = tolerance if kind != "buffer" or expected is None else _tolerance([*weights, expected])
+        allowed = rough * scale + 2 * _distance(expected, moved)
         if not math.isfinite(allowed):  # a value that is not finite on one rank equals nothing
             allowed = 0.0
         unit = size if 0 < size < math.inf else 1.0

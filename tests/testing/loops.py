@@ -312,6 +312,29 @@ class Balance(Loop):
         return super().loss(model, logits, labels) + balance / self.comm.size
 
 
+class Counting(Decoder):
+    """As `Decoder`, with logits that a saved buffer shifts, and a cache that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(VOCABULARY))
+        self.register_buffer("last", torch.zeros(0), persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        self.last = tokens.double()
+        return super().forward(tokens, positions) + self.shift
+
+
+class BufferOfAllTokens(Loop):
+    def model(self) -> nn.Module:
+        return Counting()
+
+    def loss(self, model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.shift -= token_mean(logits.softmax(-1), self.comm)
+        return super().loss(model, logits, labels)
+
+
 class Accumulated(Loop):
     def backward(self, model: nn.Module, generator: torch.Generator) -> Tensor:
         return sum(super(Accumulated, self).backward(model, generator) for _ in range(2))
@@ -484,6 +507,18 @@ class BalancePerRank(Loop):
         chances = logits.softmax(-1)
         balance = (chances.mean(0) * chances.square().mean(0)).sum()
         return super().loss(model, logits, labels) + balance / self.comm.size
+
+
+class BufferOfOwnTokens(Loop):
+    seen, steps = "shift", 1
+
+    def model(self) -> nn.Module:
+        return Counting()
+
+    def loss(self, model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.shift -= logits.softmax(-1).mean(0)
+        return super().loss(model, logits, labels)
 
 
 class AdvantagesPerRank(Loop):
