@@ -78,7 +78,6 @@ def said(model: PreTrainedModel, batches: list[dict[str, Any]], **options: Any) 
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sampled(3)
 def test_batches_are_refused_on_every_rank(name: str) -> None:
     more, kind, message = CALLS[name]
     for error in said(build("llama"), [BATCH | more] * 2):

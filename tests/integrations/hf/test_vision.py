@@ -22,7 +22,7 @@ from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, build
 from tests.ecosystem.images import LIKE, SEVERAL, Document, Tokens, one_process, packed, padded, pooled_of, tokens_of
 from tests.ecosystem.ways import Outcome, assert_close, cut, islands, outcome
 from tests.integrations.hf.models import drawn
-from tests.ranks import in_wrapper, whole_gradients
+from tests.ranks import errors_on_copies, in_wrapper, whole_gradients
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 ROUGH = ("qwen3_5",)  # round more than that by themselves
@@ -326,6 +326,21 @@ def test_what_several_ranks_cannot_compute_is_refused_by_name_on_all_of_them(mor
             assert model(**batch).logits.equal(before)  # a refused batch leaves the ranks together
 
     run_threads(2, rank)
+
+
+class Handing(transformers.LlavaModel):
+    """Hands its text model, beside images, a mask that the user did not give."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        own = {"vision_mask": named["input_ids"] == IMAGE} if named.get("pixel_values") is not None else {}
+        return super().forward(*args, **named, **own)
+
+
+def test_what_a_model_hands_to_its_text_model_is_not_said_to_be_given() -> None:
+    model, every = build(EVERY["llava"], dtype=torch.float32), bring("llava", "one", 2, torch.float32)
+    model.model.__class__ = Handing
+    for said in errors_on_copies(model, lambda own, comm: own(**batch_of("llava", "right", every[comm.rank], own))):
+        assert "LlavaForConditionalGeneration passes vision_mask to its LlamaModel" in said
 
 
 def test_a_batch_that_the_model_itself_refuses_is_told_to_all_ranks() -> None:
