@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pytest
 
 from seqpar.cli import calibrate, main
+from seqpar.facts.drawing import checked_path
 from seqpar.plan import Plan
-from seqpar.plan.plot import checked_path
 from seqpar.planner import Hardware
 
 CASES, ALL, BLOCK = 60, 1500, 100
