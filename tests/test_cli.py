@@ -22,7 +22,7 @@ from seqpar.cli import calibrate, doctor, main, output, plan, programs
 from seqpar.cli.lengths import lengths_of
 from seqpar.cli.output import CommandError, print_table
 from seqpar.comm import shm
-from seqpar.planner import Hardware, plan_batch
+from seqpar.planner import Hardware, Training, plan_batch
 
 ROOT = Path(__file__).parent.parent
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals of a process group are POSIX")
@@ -60,7 +60,7 @@ def test_the_first_line_compares_the_plan_with_one_rank(capsys: pytest.CaptureFi
     assert re.fullmatch(
         r"8 ranks: [\d.]+ s a step, 7\.\d times as fast as one rank \([\d.]+ s, if it had \d+ GB instead of 72\); "
         r"limited by attention, 7\d% of the time of rank \d",
-        first("--lengths", "131072,30000"),
+        first("--lengths", "131072,30000", "--no-training"),
     )
     small = ("--model", "tiny", "--hardware", "cpu")
     assert re.fullmatch(
@@ -72,7 +72,7 @@ def test_the_first_line_compares_the_plan_with_one_rank(capsys: pytest.CaptureFi
     uneven = first("--lengths", "500,20", "--ranks", "2", "--layout", "contiguous")
     assert uneven.endswith("limited by the attended pairs of rank 1")
     facts = planned(capsys, "--lengths", "500", "--ranks", "2", *small)
-    alone = plan_batch([500], 1, model="tiny", hardware="cpu").forecast
+    alone = plan_batch([500], 1, model="tiny", hardware="cpu", training=Training()).forecast
     assert facts["one_rank"] == {"seconds": alone.seconds, "memory_bytes": alone.bytes}
 
 
@@ -109,21 +109,24 @@ def test_a_window_moves_only_the_halo(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_mask_flags_reach_the_mask(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], area: int) -> None:
-    for layout in ("zigzag", "planned"):
-        assert planned(capsys, "--lengths", "4", "--ranks", "1", "--layout", layout, *flags)["area"] == area
+    for layout in (("--layout", "zigzag"), ("--model", "tiny")):
+        assert planned(capsys, "--lengths", "4", "--ranks", "1", *layout, *flags)["area"] == area
 
 
 def test_the_planner_is_the_default_and_its_forecast_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--lengths", "9000,700,50,4000,20", "--ranks", "4", "--model", "gemma3-27b", "--hardware", "a100")
+    flags = ("--lengths", "9000,700,50,4000,20", "--ranks", "4", "--model", "qwen3-8b", "--hardware", "a100")
     facts = planned(capsys, *flags)
-    plan = plan_batch([9000, 700, 50, 4000, 20], 4, model="gemma3-27b", hardware="a100")
+    plan = plan_batch([9000, 700, 50, 4000, 20], 4, model="qwen3-8b", hardware="a100", training=Training())
     assert facts["layout"] == "planned" and facts["digest"] == plan.digest()
     assert facts["forecast"]["gap"] == plan.forecast.gap and facts["forecast"]["seconds"] == plan.forecast.seconds
     assert [len(values) for values in facts["forecast"]["phases"].values()] == [4] * 4
-    assert facts["shape"]["kv_heads"] == 16
+    assert facts["shape"]["kv_heads"] == 8
     assert main(["plan", *flags]) == 0
     out = capsys.readouterr().out
-    assert str(plan.forecast) in out and "bytes sent in one layer (32 heads on 16 of 128, bfloat16)" in out
+    assert str(plan.forecast) in out and "bytes sent in one layer (32 heads on 8 of 128, bfloat16)" in out
+    assert "GB are state" in out
+    assert main(["plan", *flags, "--no-training"]) == 0
+    assert "without the model's state" in capsys.readouterr().out
 
 
 def test_limits_nodes_and_recompute_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +274,11 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
         (("--lengths", "5", "--window", "3,4"), "give --full or LEFT,0"),
         (("--lengths", "5", "--window", "1,2,3"), "--window is W or LEFT,RIGHT, got 1,2,3"),
         (("--lengths", "99", "--max-tokens-per-rank", "3"), "at most 24 tokens, or a larger --max-tokens-per-rank"),
-        (("--lengths", "80000", "--ranks", "1", "--recompute", "none"), "tokens, or --recompute full"),
+        (("--lengths", "80000", "--ranks", "1", "--recompute", "none", "--no-training"), "tokens, or --recompute full"),
+        (
+            ("--lengths", "5", "--ranks", "1"),
+            "needs 130.2 GB for 128.5 GB of state (--no-training leaves it out), buffers",
+        ),
         (("--lengths", "5", "--kv-heads", "3"), "--kv-heads is chosen by the planner or given by --model"),
         (("--lengths", "5", "--transport", "ring"), "--transport is chosen by the planner"),
         (("--lengths", "5", "--model", "nope"), "no model is called 'nope'; known: llama-8b"),

@@ -79,7 +79,7 @@ ORDER = {
         form space costs search plan spec specs moves grid checks trial runner agreed apply __init__
     """,
     "planner": """
-        config presets shape hardware memory groups place nested count carried cost lines bound forecast problem
+        config presets shape hardware training memory groups place nested count carried cost lines bound forecast problem
         batch step fit __init__
     """,
     "comm": """

@@ -25,7 +25,7 @@ LEAST, MOST = 16, 1 << 20  # tokens of a document of --random
 STRIPED = 1 << 24  # at most: striped layouts deal tokens out one by one
 # Flags that set what the planner chooses, and flags that only the planner reads.
 CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
-PLANNERS = ("hardware", "token_slack", "max_tokens_per_rank", "recompute")
+PLANNERS = ("hardware", "token_slack", "max_tokens_per_rank", "recompute", "no_training")
 # Phases of a forecast in words.
 PHASES = {
     "attention": "attention", "recurrent": "recurrent layers", "exposed": "exposed transfers",
@@ -107,6 +107,12 @@ def add_command(commands: Any) -> None:
         help="fraction of rows by which a rank may exceed the mean (default: 0)",
     )
     planner.add_argument("--max-tokens-per-rank", type=integer, metavar="N", help="a limit in addition to memory")
+    planner.add_argument(
+        "--no-training",
+        action="store_true",
+        default=None,
+        help="count no memory for the model's state and gathered weights (default: AdamW in float32 under FSDP2)",
+    )
     fixed = parser.add_argument_group("with another layout")
     fixed.add_argument(
         "--transport",
@@ -157,6 +163,7 @@ FLAGS = {  # what errors say to Python, and the flag for it
     "give causal=False or right=0": "give --full or LEFT,0", ", several micro-batches (plan_step)": "",
     'recompute more (ModelShape recompute="full")': "--recompute full", "; or build a ModelShape": "",
     "a larger max_tokens_per_rank": "a larger --max-tokens-per-rank",
+    "GB of state, buffers": "GB of state (--no-training leaves it out), buffers",
 }  # fmt: skip
 
 
@@ -191,7 +198,7 @@ def planned(args: Any) -> tuple[Plan, dict[str, Any], Forecast | None]:
     """
     from dataclasses import replace
 
-    from seqpar.planner import ModelShape, plan_batch
+    from seqpar.planner import ModelShape, Training, plan_batch
     from seqpar.planner.hardware import COUNT
 
     refuse(args, CHOSEN, "is chosen by the planner or given by --model; take another --layout to set it")
@@ -201,12 +208,13 @@ def planned(args: Any) -> tuple[Plan, dict[str, Any], Forecast | None]:
     mask = make_mask(args)
     masks = mask if args.full or args.window else None
     machine = hardware("h100" if args.hardware is None else args.hardware)
+    training = None if args.no_training else Training()
     plan = plan_batch(
         mask.lengths, args.ranks, masks=masks, model=model, hardware=machine, node=args.node,
-        token_slack=args.token_slack or 0.0, max_tokens_per_rank=args.max_tokens_per_rank,
+        token_slack=args.token_slack or 0.0, max_tokens_per_rank=args.max_tokens_per_rank, training=training,
     )  # fmt: skip
-    large = replace(machine, memory=COUNT)
-    alone = plan_batch(mask.lengths, 1, masks=masks, model=plan.forecast.model, hardware=large)
+    large, shape = replace(machine, memory=COUNT), plan.forecast.model
+    alone = plan_batch(mask.lengths, 1, masks=masks, model=shape, hardware=large, training=training)
     return plan, plan.forecast.call, alone.forecast
 
 

@@ -6,8 +6,9 @@ from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import AttentionCost, Hardware, Link
 from seqpar.planner.shape import ModelShape
 from seqpar.planner.step import MicroBatch, plan_step
+from seqpar.planner.training import Training
 
 __all__ = [
-    "AttentionCost", "Forecast", "Hardware", "Link", "MicroBatch", "ModelShape", "RecurrentLayer", "plan_batch",
-    "plan_step",
+    "AttentionCost", "Forecast", "Hardware", "Link", "MicroBatch", "ModelShape", "RecurrentLayer", "Training",
+    "plan_batch", "plan_step",
 ]  # fmt: skip

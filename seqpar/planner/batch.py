@@ -39,6 +39,7 @@ from seqpar.planner.nested import Nest, all_whole, nested
 from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of, placements
 from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.shape import ModelShape
+from seqpar.planner.training import Training
 
 TYPICAL_STAGE = 32 << 20  # bytes of a stage's keys, while documents are placed
 ALONE = Knobs(80, 40, 4, 0, 1)  # long documents on single ranks, no head trade
@@ -67,6 +68,7 @@ def plan_batch(
     token_slack: float = 0.0,
     max_tokens_per_rank: int | None = None,
     lockstep: bool = True,
+    training: Training | None = None,
 ) -> Plan:
     """The plan of a packed batch whose slowest rank is predicted to finish earliest.
 
@@ -77,7 +79,8 @@ def plan_batch(
     links, by default the machine's. token_slack: the fraction by which a rank's rows may exceed the mean (plus one
     row). max_tokens_per_rank: a limit in addition to memory. lockstep: whether ranks wait for each other in every layer
     and before the head, as with FSDP; False if they wait only at the end of a step, as with DDP. Without token_slack it
-    changes nothing.
+    changes nothing. training: counts the model's state, gathered weights and the head in the memory of a rank; None
+    leaves them out, and ``plan.describe()`` says how large the state is.
 
     ``plan.forecast`` has the predicted seconds of every rank, a lower bound for any plan, and the gap between them.
 
@@ -87,7 +90,7 @@ def plan_batch(
     """
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
-        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep,
+        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, training=training,
     )  # fmt: skip
     return plan_of(problem)
 

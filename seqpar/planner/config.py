@@ -23,6 +23,7 @@ RECURRENT = ("conv", "linear_attention", "mamba")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 # Decoders that tie head and embedding unless their config says otherwise.
 TIED = ("gemma2", "gemma3", "gemma3_text", "lfm2", "lfm3", "recurrent_gemma")
+NORMALISED = ("gemma3", "olmo_hybrid", "qwen3")  # how the names begin of decoders that normalise queries and keys
 # Layers per pattern of windows, and which of them see all keys, for configs without a list of layers.
 PATTERNS = {"gemma2": (2, 1), "gemma3": (6, 5), "gemma3_text": (6, 5), "gpt_oss": (2, 1)}
 
@@ -75,6 +76,8 @@ def fields(config: object) -> dict[str, Any]:
         "dtype": str(c.get("dtype", "torch_dtype", default="bfloat16")).removeprefix("torch."),
         "tied": bool(c.get("tie_word_embeddings", "tie_embedding", default=kind in TIED)),
     }
+    if kind.startswith(NORMALISED):
+        values["qk_norm"] = True
     if types is not None:
         values |= _recurrent(c, values, types)
     if kind in UNATTENDED:  # no attention: its sizes are those of the states

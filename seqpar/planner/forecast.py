@@ -13,6 +13,7 @@ from seqpar.planner.cost import PHASES, Ticks
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
 from seqpar.planner.shape import ModelShape
+from seqpar.planner.training import Training
 
 Seconds = NDArray[np.float64]
 
@@ -65,7 +66,7 @@ class Forecast:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rank with most rows, without the model's state."""
+        """Bytes of the rank with most rows, with the model's state if the plan counts it."""
         return self.memory.bytes(int(self.rows.max()))
 
     @property
@@ -115,9 +116,19 @@ class Forecast:
             f"{self.imbalance:.2%} imbalance, {transfers:.2%} exposed transfers\n"
             f"  slowest rank {slowest}: {own}\n"
             f"  mean of the ranks: {parts}\n"
-            f"  memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB, without the model's state\n"
+            f"  {self._memory}\n"
             f"  {self.figures}"
         )
+
+    @property
+    def _memory(self) -> str:
+        """The memory of the rank with most rows, in words."""
+        said = f"memory up to {self.bytes / 1e9:.1f} of {self.memory.usable / 1e9:.1f} GB"
+        if self.memory.state:
+            peak, state = self.memory.peak(int(self.rows.max())), self.memory.state
+            return f"{said} {peak}, of which {state / 1e9:.1f} GB are state"
+        left_out = Training().state_bytes * self.model.parameters / self.rows.size / 1e9
+        return f"{said}, without the model's state: {left_out:.1f} GB a rank with AdamW in float32 over all ranks"
 
     @property
     def figures(self) -> str:

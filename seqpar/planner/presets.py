@@ -46,7 +46,7 @@ def _qwen3_next() -> Fields:
     """The sizes that transformers' Qwen3NextConfig has by default: three layers of four have the gated delta rule."""
     layer = RecurrentLayer.gated_delta(2048, heads=32, groups=16, key_dim=128, value_dim=128, taps=4)
     experts: Fields = {"experts": 512, "active_experts": 10, "shared_experts": 1, "expert_ffn": 512}
-    kinds: Fields = {"recurrent": layer, "recurrent_layers": 36, "output_gate": True}
+    kinds: Fields = {"recurrent": layer, "recurrent_layers": 36, "output_gate": True, "qk_norm": True}
     return _sizes(2048, 48, 16, 2, 256, 0, 151_936, **experts, **kinds)
 
 
@@ -83,11 +83,15 @@ PRESETS: dict[str, Fields] = {
     "llama-8b": _llama(4096, 32, 32, 14_336),
     "llama-70b": _llama(8192, 80, 64, 28_672),
     "llama-405b": _llama(16_384, 126, 128, 53_248),
-    "qwen3-8b": _sizes(4096, 36, 32, 8, 128, 12_288, 151_936),
-    "qwen3-30b-a3b": _sizes(2048, 48, 32, 4, 128, 0, 151_936, experts=128, active_experts=8, expert_ffn=768),
+    "qwen3-8b": _sizes(4096, 36, 32, 8, 128, 12_288, 151_936, qk_norm=True),
+    "qwen3-30b-a3b": _sizes(
+        2048, 48, 32, 4, 128, 0, 151_936, experts=128, active_experts=8, expert_ffn=768, qk_norm=True
+    ),
     "mixtral-8x7b": _sizes(4096, 32, 32, 8, 128, 0, 32_000, experts=8, active_experts=2, expert_ffn=14_336),
     # five layers that see the last 1,024 tokens, including the query's own, then one that sees all
-    "gemma3-27b": _sizes(5376, 62, 32, 16, 128, 21_504, 262_208, windows=(1023,) * 5 + (None,), tied=True),
+    "gemma3-27b": _sizes(
+        5376, 62, 32, 16, 128, 21_504, 262_208, windows=(1023,) * 5 + (None,), tied=True, qk_norm=True
+    ),
     "deepseek-v3": _deepseek_v3(),
     "qwen3-next-80b-a3b": _qwen3_next(),
     "kimi-linear-48b-a3b": _kimi_linear(),

@@ -17,6 +17,7 @@ from seqpar.planner.cost import Layers
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.memory import Memory
 from seqpar.planner.shape import RECOMPUTE, ModelShape
+from seqpar.planner.training import Training
 
 STAGE_BYTES = (8 << 20, 32 << 20, 128 << 20)  # bytes of the keys of a stage
 
@@ -39,6 +40,7 @@ class Problem:
     token_slack: float
     max_tokens_per_rank: int | None
     lockstep: bool = True
+    training: Training | None = None
 
     @classmethod
     def of(
@@ -53,6 +55,7 @@ class Problem:
         token_slack: float = 0.0,
         max_tokens_per_rank: int | None = None,
         lockstep: bool = True,
+        training: Training | None = None,
         at_once: int | None = None,
     ) -> Problem:
         """The problem of `plan_batch`'s arguments. at_once: tokens that must fit together, by default all.
@@ -62,7 +65,9 @@ class Problem:
         tokens, ranks = lengths_in(lengths), integer("ranks", ranks, 1, RANKS)
         machine = Hardware.of(hardware)
         together = int(tokens.sum()) if at_once is None else at_once
-        shape, memory = _fitting(model, machine, -(-together // ranks))
+        if training is not None and not isinstance(training, Training):
+            raise ValueError(f"training must be a Training or None, got {training!r:.100}")
+        shape, memory = _fitting(model, machine, -(-together // ranks), training, ranks)
         if isinstance(lengths, Mask):
             masks = _masks_of_layers(lengths, masks, shape)
         fast = machine.node if node is None else integer("node", node, 1)
@@ -70,7 +75,8 @@ class Problem:
         machine = machine.among(node)
         if type(lockstep) is not bool:
             raise ValueError(f"lockstep must be True or False, got {lockstep!r:.60}")
-        return cls(tokens, ranks, masks, shape, machine, memory, node, token_slack, max_tokens_per_rank, lockstep)
+        limits = token_slack, max_tokens_per_rank, lockstep
+        return cls(tokens, ranks, masks, shape, machine, memory, node, *limits, training)
 
     def pick(self, documents: Ints) -> Problem:
         """The problem for some of the documents."""
@@ -124,9 +130,11 @@ class Problem:
         """Why this many tokens do not fit, and what to change."""
         memory, ranks, most = self.memory, self.ranks, self.most
         if not most:
+            state = f"{memory.state / 1e9:.1f} GB of state, " if memory.state else ""
+            remedy = "more ranks, or " if memory.state else ""
             return (
-                f"no row fits: {memory.fixed / 1e9:.1f} GB of buffers and gathered weights leave nothing of "
-                f"{memory.usable / 1e9:.1f} GB a rank; give a machine with more memory or a smaller reserve"
+                f"no row fits: a rank needs {memory.fixed / 1e9:.1f} GB for {state}buffers and gathered weights, and "
+                f"has {memory.usable / 1e9:.1f} GB; give {remedy}a machine with more memory or a smaller reserve"
             )
         need = -(-tokens // ranks)
         ways = [f"at least {-(-tokens // most)} ranks", f"a batch (or one document) of at most {most * ranks:,} tokens"]
@@ -143,7 +151,7 @@ class Problem:
             ways += ("a larger max_tokens_per_rank",)
         elif self.max_tokens_per_rank is None or need <= self.max_tokens_per_rank:
             full = replace(self.model, recompute=RECOMPUTE[-1])
-            if need <= _memory(full, self.hardware).rows:
+            if need <= _memory(full, self.hardware, self.training, self.ranks).rows:
                 ways += ('recompute more (ModelShape recompute="full")',)
         return f"{', '.join(ways[:-1])}, or {ways[-1]}"
 
@@ -162,13 +170,15 @@ def _masks_of_layers(mask: Mask, masks: object, shape: ModelShape) -> Mask | lis
     return [each for window, count in shape.window_groups() for each in [mask.windowed((window, None))] * count]
 
 
-def _fitting(model: str | ModelShape, machine: Hardware, rows: int) -> tuple[ModelShape, Memory]:
+def _fitting(
+    model: str | ModelShape, machine: Hardware, rows: int, training: Training | None, ranks: int
+) -> tuple[ModelShape, Memory]:
     """A model and its memory. A model by name recomputes as little as possible while ``rows`` rows fit, if they can."""
     if isinstance(model, ModelShape):
-        return model, _memory(model, machine)
+        return model, _memory(model, machine, training, ranks)
     for recompute in RECOMPUTE:
         shape = _preset(model, recompute) if isinstance(model, str) else ModelShape.preset(model)
-        memory = _memory(shape, machine)
+        memory = _memory(shape, machine, training, ranks)
         if rows <= memory.rows:
             break
     return shape, memory
@@ -180,8 +190,8 @@ def _preset(model: str, recompute: str) -> ModelShape:
 
 
 @lru_cache(maxsize=64)
-def _memory(shape: ModelShape, machine: Hardware) -> Memory:
-    return Memory.of(shape, machine, STAGE_BYTES[-1])
+def _memory(shape: ModelShape, machine: Hardware, training: Training | None, ranks: int) -> Memory:
+    return Memory.of(shape, machine, STAGE_BYTES[-1], training, ranks)
 
 
 def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelShape) -> Layers:

@@ -37,6 +37,7 @@ class ModelShape:
         says how many have: all layers if both are in one layer, fewer if some layers have only an ffn. `windows` are of
         the layers with attention. ffn_layers: layers with an ffn or experts, by default all.
     output_gate: whether attention's output is multiplied by a gate of its size, projected from the layer's input.
+    qk_norm: whether each head's queries and keys are normalised.
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -68,6 +69,7 @@ class ModelShape:
     attention_layers: int | None = None
     ffn_layers: int | None = None
     output_gate: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -215,13 +217,23 @@ class ModelShape:
         in FlashAttention, scores are not kept, but one float32 logarithm per head is. Recomputation keeps a block's
         input, and during a layer's backward that layer's other activations too. Logits are not counted.
         """
+        return sum(self.kept_bytes(fused_norms=True))
+
+    def kept_bytes(self, *, fused_norms: bool) -> tuple[int, int]:
+        """Bytes per token that all layers keep until backward, and those that one layer recomputes in its backward.
+
+        fused_norms: whether norms keep their input; otherwise they keep a float32 copy and a normalised one.
+        """
         size = DTYPE_BYTES[self.dtype]
-        attention = size * self._attention_elements() + 4 * self.heads
+        norm = 0 if fused_norms else 4 * self.hidden  # what a norm keeps more
+        attention = size * self._attention_elements() + 4 * self.heads + norm
+        if self.qk_norm and not fused_norms:
+            attention += (4 + size) * (self.heads + self.kv_heads) * self.dim
         recurrent = 0
         if self.recurrent is not None:
-            recurrent = size * self.recurrent.kept(self.hidden) + 4 * self.recurrent.decays
+            recurrent = size * self.recurrent.kept(self.hidden) + 4 * self.recurrent.decays + norm
         mixers = self.attention_count * attention + self.recurrent_layers * recurrent
-        dense, sparse = (size * self._ffn_elements(sparse=s) for s in (False, True))
+        dense, sparse = (size * self._ffn_elements(sparse=s) + norm for s in (False, True))
         block = size * self.hidden
         ffns = self.dense_count * dense + self.sparse_count * sparse
         widest = max(dense if self.dense_count else 0, sparse if self.sparse_count else 0)
@@ -229,10 +241,18 @@ class ModelShape:
         kinds = attention * (self.attention_count > 0), recurrent
         mixer = max(kinds) if both <= self.layers else sum(kinds)
         if self.recompute == "full":
-            return self.layers * block + mixer + widest - block
+            return self.layers * block, mixer + widest - block
         if self.recompute == "attention":
-            return min(self.layers, both) * block + ffns + mixer - block
-        return mixers + ffns
+            return min(self.layers, both) * block + ffns, mixer - block
+        return mixers + ffns, 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per token of the gradients that are alive at once in a layer's backward, of its ffn and its output."""
+        widths = [self.ffn] if self.dense_count else []
+        if self.sparse_count:
+            widths.append((self.active_experts + self.shared_experts) * self.expert_ffn)
+        return DTYPE_BYTES[self.dtype] * 2 * (max(widths, default=0) + self.hidden)
 
     def _attention_elements(self) -> int:
         """Elements per token that an attention block keeps."""

@@ -26,6 +26,7 @@ from seqpar.planner.bound import document_ticks, weights_for
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.problem import Problem, lengths_in
 from seqpar.planner.shape import ModelShape
+from seqpar.planner.training import Training
 
 MOST = (1 << 31) - 1  # more than kernels can number
 
@@ -53,6 +54,7 @@ def plan_step(
     max_tokens_per_rank: int | None = None,
     lockstep: bool = True,
     micro_batches: int | None = None,
+    training: Training | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches of a global batch: each document in one of them, as few as memory allows, about equal in time.
 
@@ -73,7 +75,7 @@ def plan_step(
         needed = max(needed, -(-int(tokens.sum()) // integer("micro_batches", micro_batches, 1)))
     problem = Problem.of(
         lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
-        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, at_once=needed,
+        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, training=training, at_once=needed,
     )  # fmt: skip
     capacity = min(problem.ranks * _most(problem), MOST)
     w = weights_for(problem.layers, problem.model, problem.hardware)

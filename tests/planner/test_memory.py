@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from seqpar.planner import Hardware, ModelShape
+import pytest
+
+from bench.planner.memory import CASES, compared
+from seqpar.planner import Hardware, ModelShape, Training, plan_batch, plan_step
 from seqpar.planner.memory import Memory
 
 SHAPE = ModelShape.preset("llama-8b")
@@ -28,3 +32,61 @@ def test_a_stage_has_keys_and_the_gradients_of_two() -> None:
     assert Memory.of(SHAPE, machine, 2 * STAGE).fixed - Memory.of(SHAPE, machine, STAGE).fixed == 6 * STAGE
     machine = Hardware.preset("h100")
     assert Memory.of(SHAPE, machine, 2 * STAGE).fixed - Memory.of(SHAPE, machine, STAGE).fixed == 7 * STAGE
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[11], CASES[17]], ids=str)
+def test_training_needs_what_torch_tracks(case: tuple[str, int, str, bool]) -> None:
+    truth, planned = compared(*case)
+    assert planned == pytest.approx(truth, rel=0.05)
+
+
+def test_what_training_needs_decides_what_is_recomputed() -> None:
+    for tokens in (65_536, 98_304):
+        without = plan_batch([tokens], 8)
+        assert without.forecast.model.recompute == "none" and "without the model's state: 16.1 GB" in without.describe()
+        counted = plan_batch([tokens], 8, training=Training())
+        assert counted.forecast.model.recompute != "none"
+        assert counted.forecast.bytes <= counted.forecast.memory.usable
+        assert "of which 16.1 GB are state" in counted.describe()
+    with pytest.raises(ValueError, match=r"needs 154.7 GB for 141.1 GB of state, .* and has 71.7 GB"):
+        plan_batch([131_072], 8, model="llama-70b", training=Training())
+    with pytest.raises(ValueError, match="GB of state"):
+        plan_step([5000] * 9, 1, training=Training())
+
+
+@pytest.mark.parametrize("change", [{"reshard": False}, {"state_bytes": 18}, {"shards": 4}, {"weights": "float32"}])
+def test_more_state_leaves_room_for_fewer_rows(change: dict[str, object]) -> None:
+    machine = Hardware.preset("h100")
+    plain, more = (Memory.of(SHAPE, machine, STAGE, each, 8) for each in (Training(), Training(**change)))
+    assert more.rows < plain.rows
+    assert Memory.of(SHAPE, machine, STAGE, Training(fused_norms=True), 8).rows > plain.rows
+    between = Memory.of(SHAPE, machine, STAGE, Training(reshard=2), 8).rows
+    assert Memory.of(SHAPE, machine, STAGE, Training(reshard=False), 8).rows < between < plain.rows
+
+
+@pytest.mark.parametrize("rows", [1, 1000, 20_000])
+@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+def test_the_rows_that_fit_are_the_most(rows: int, recompute: str) -> None:
+    memory = Memory.of(replace(SHAPE, recompute=recompute), Hardware.preset("h100"), STAGE, Training(), 8)
+    memory = replace(memory, usable=memory.bytes(rows))
+    assert memory.rows == rows
+    assert replace(memory, usable=memory.usable - 1).rows == rows - 1
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Training(state_bytes=3), "state_bytes"),
+        (lambda: Training(state_bytes=2.5), "state_bytes"),
+        (lambda: Training(shards=0), "shards"),
+        (lambda: Training(reshard=0), "reshard"),
+        (lambda: Training(shards=8, reshard=3), "reshard=3 is no divisor of the 8 shards"),
+        (lambda: Training(weights="int3"), "weights must be one of"),
+        (lambda: plan_batch([90], 6, training=Training(shards=4)), "shards=4 does not divide the 6 ranks"),
+        (lambda: plan_batch([90], 6, training=Training(reshard=4)), "reshard=4 is no divisor of the 6 shards"),
+        (lambda: plan_batch([90], 6, training=16), "training must be a Training or None"),
+    ],
+)
+def test_a_training_that_is_not_one_is_refused(make: Callable[[], object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
