@@ -16,10 +16,9 @@ from torch import Tensor
 
 from seqpar.comm.arguments import subset
 from seqpar.comm.entry import ThreadEntry, enters, uncompiled
-from seqpar.comm.failure import Owner, RootCause
+from seqpar.comm.failure import Owner, RootCause, waited
 from seqpar.comm.header import AGREEING, Header, describe, hash63
 from seqpar.comm.protocol import (
-    DEAD,
     NO_FACTS,
     Claim,
     Collectives,
@@ -404,33 +403,6 @@ def pairs(rank: int, size: int) -> list[tuple[int, int]]:
     beyond = rank ^ 1 << bits
     rounds = [] if rank >> bits else [(1 + bit, rank ^ 1 << bit) for bit in range(bits)]
     return rounds if beyond >= size else [(0, beyond), *rounds, (1 + bits, beyond)]
-
-
-def then(peer: int, hint: str) -> str:
-    """How the reason for an error ends if a peer was lost in an exchange with this hint."""
-    return f"{DEAD}; see in the log of rank {peer} why it ended, or {hint}" if hint else ""
-
-
-def waited(doing: str, timeout: float, *peers: int, more: str = "", hint: str = "") -> str:
-    """The reason for an error: a rank was `doing` something that needs peers, for longer than the timeout."""
-    who = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
-    hint = hint or (
-        "make every rank take part in this call, as often as the others, or give the comm a longer timeout if "
-        f"{who} only needs more time"
-    )
-    return f"{doing}: waited {timeout:g} s for {who}{more}{DEAD}; {hint}"
-
-
-def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "", hint: str = "") -> str:
-    """The reason for an error, as `waited`, where ranks wait for each other: the last one of the chain is to blame.
-
-    more: what the first one has to do, in words, if it is the last one too.
-    """
-    *through, last = chain
-    if through:
-        s, wait = ("s", "wait") if len(through) > 1 else ("", "waits")
-        more = f", for which rank{s} {', '.join(map(str, through))} {wait} too"
-    return waited(doing, timeout, last, more=more, hint=hint)
 
 
 def is_group(x: object) -> bool:

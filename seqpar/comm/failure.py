@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from seqpar.comm.protocol import PeerError
+from seqpar.comm.protocol import DEAD, PeerError
 
 log = logging.getLogger("seqpar.comm")
 
@@ -278,3 +278,30 @@ def _let_go(process: int, held: list[object]) -> None:
         held.clear()
     else:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+
+def then(peer: int, hint: str) -> str:
+    """How the reason for an error ends if a peer was lost in an exchange with this hint."""
+    return f"{DEAD}; see in the log of rank {peer} why it ended, or {hint}" if hint else ""
+
+
+def waited(doing: str, timeout: float, *peers: int, more: str = "", hint: str = "") -> str:
+    """The reason for an error: a rank was `doing` something that needs peers, for longer than the timeout."""
+    who = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+    hint = hint or (
+        "make every rank take part in this call, as often as the others, or give the comm a longer timeout if "
+        f"{who} only needs more time"
+    )
+    return f"{doing}: waited {timeout:g} s for {who}{more}{DEAD}; {hint}"
+
+
+def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "", hint: str = "") -> str:
+    """The reason for an error, as `waited`, where ranks wait for each other: the last one of the chain is to blame.
+
+    more: what the first one has to do, in words, if it is the last one too.
+    """
+    *through, last = chain
+    if through:
+        s, wait = ("s", "wait") if len(through) > 1 else ("", "waits")
+        more = f", for which rank{s} {', '.join(map(str, through))} {wait} too"
+    return waited(doing, timeout, last, more=more, hint=hint)

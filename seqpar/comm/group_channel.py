@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from seqpar.comm.arguments import check_arguments, check_descriptors
-from seqpar.comm.base import ProcessChannel, WorkBase, held_up, then, waited
-from seqpar.comm.failure import Monitor, Owner, RootCause, weakly
+from seqpar.comm.base import ProcessChannel, WorkBase
+from seqpar.comm.failure import Monitor, Owner, RootCause, held_up, then, waited, weakly
 from seqpar.comm.header import REMEMBERED, describe
 from seqpar.comm.host_pool import HostPool
 from seqpar.comm.interrupt import Interrupt

@@ -11,9 +11,8 @@ computation as `seqpar.ops.attention.schedule` orders them::
 A mask's further bands are further launches of every step, and a row that sees keys in several of them is read and
 written once more for each, as if a further step had brought these keys.
 
-All counts are in ticks, integers of 1/1024 of the cost of an attended pair, so that every rank decides identically on
-any processor and with any numpy. For a batch whose ticks exceed 64 bits, a tick is 2, 4, 8 ... times as long (see
-`scale`).
+All counts are integers, so that every rank decides identically on any processor: ticks of 1/1024 of the cost of an
+attended pair. For a batch whose ticks exceed 64 bits, a tick is 2, 4, 8 ... times as long (see `scale`).
 """
 
 from __future__ import annotations
@@ -180,8 +179,7 @@ PHASES = ("attention", "recurrent", "exposed", "linear", "head")
 class Ticks(NamedTuple):
     """Ticks of a training step by rank, int64 [..., ranks].
 
-    exposed: waiting for transfers that do not overlap with computation. linear: linear layers. recurrent: recurrences
-    and convolutions.
+    exposed: transfers that overlap with no computation. linear: linear layers. recurrent: recurrences and convolutions.
     """
 
     attention: Ints

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import check_pool
-from seqpar.comm.base import Channel, waited
-from seqpar.comm.failure import Monitor, Owner, parsed_cause, weakly
+from seqpar.comm.base import Channel
+from seqpar.comm.failure import Monitor, Owner, parsed_cause, waited, weakly
 from seqpar.comm.header import REMEMBERED, Header, mismatch
 from seqpar.comm.peer.cuda import row_major
 from seqpar.comm.peer.memory import PeerMemory, agreed

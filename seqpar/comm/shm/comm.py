@@ -35,9 +35,9 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, held_up, process_group, then
+from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, process_group
 from seqpar.comm.entry import uncompiled
-from seqpar.comm.failure import Owner, RootCause, parsed_cause
+from seqpar.comm.failure import Owner, RootCause, held_up, parsed_cause, then
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
 from seqpar.comm.protocol import Stats, Tag, Work, checked_sides
 from seqpar.comm.rendezvous import Rendezvous, machine
