@@ -173,8 +173,6 @@ def test_items_are_counted_over_all_ranks() -> None:
                 model(**every[0], num_items_in_batch=counts[0])
             return sum(float(model(**every[0], num_items_in_batch=step).loss) for _ in range(2))
 
-    with advised(UserWarning, "count those of all ranks, as Trainer does with average_tokens_across_devices=True"):
-        run_threads(2, replicated, 2 * counts[0])
     assert sum(run_threads(2, replicated, 4 * counts[0])) == pytest.approx(sums[0] / counts[0], rel=1e-5)
 
 
