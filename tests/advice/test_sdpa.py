@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -145,6 +146,16 @@ def test_a_mask_is_a_shard_of_that_of_one_process_or_left_to_is_causal() -> None
     sharing = on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm)))
     assert torch.allclose(sharing, expected())
     assert torch.allclose(on_two_ranks(lambda comm, rows: attended(rows, is_causal=True)), expected())
+
+
+def test_a_mask_that_is_no_plain_tensor_is_given_as_one() -> None:
+    bias = causal_upper_left(TOKENS, TOKENS)
+    with advised(NotImplementedError, "give is_causal=True and a causal plan, or a plain tensor"):
+        on_two_ranks(lambda comm, rows: attended(rows, attn_mask=bias))
+    with advised(NotImplementedError, "give attn_mask.to_dense()"):
+        on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm).to_sparse()))
+    dense = on_two_ranks(lambda comm, rows: attended(rows, attn_mask=sharded(TRIANGLE, comm).to_sparse().to_dense()))
+    assert torch.allclose(dense, expected())
 
 
 class Model(nn.Module):
