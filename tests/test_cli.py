@@ -219,6 +219,7 @@ def test_lengths_come_from_parquet(
         ("length\n", None, "holds no lengths"),
         ("[1, true]", None, "entry 2: expected an integer of at most 18 digits, got True"),
         ("[1, 2", None, "is neither JSON nor JSONL: Expecting ',' delimiter"),
+        pytest.param("[" * 100_000, None, "is neither JSON nor JSONL: maximum recursion depth exceeded", id="deep"),
         ('{"length": 5}\n[6]', None, "entry 2: expected an integer of at most 18 digits, got [6]"),
         ("[]", None, "holds no lengths"),
         ("5\n7\n", "n", "--column n is for CSV, JSON, JSONL and Parquet; "),

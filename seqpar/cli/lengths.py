@@ -103,11 +103,11 @@ def _json(where: str, text: str, column: str | None) -> list[object]:
     """The lengths of a JSON text, or of the JSON texts of its lines."""
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         lines = [line for line in text.splitlines() if line.strip()]
         try:
             entries = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise CommandError(f"{where} is neither JSON nor JSONL: {error}") from None
     if isinstance(entries, dict):  # columns, or one line of JSONL
         of_column = _entry(where, entries, column)
