@@ -105,10 +105,7 @@ ORDER = {
     "nn": "source attention multihead __init__",
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
-    "trial": """
-        randomness near_zero rounding exact protect identity nested sizes rows record compare stand_ins runs modules
-        __init__
-    """,
+    "trial": "randomness weights protect identity nested rows record compare runs modules __init__",
     "integrations": """
         adapters hf hf/config
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa

@@ -17,10 +17,10 @@ from seqpar.dsp.trial import COUNTS
 from seqpar.foreign.hooks import CACHING, Named, check_hooks
 from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.compared import hashed, leaves
+from seqpar.ops.core.device import autocast_dtype
 from seqpar.train.checks import StepChecks
 from seqpar.trial.identity import identity
 from seqpar.trial.randomness import active_dropout
-from seqpar.trial.rounding import autocast_dtypes
 
 
 class SeenModel:
@@ -78,7 +78,7 @@ class ForwardChecks:
                 name: self._fact(value) if isinstance(value, Tensor) else value for name, value in leaves(arguments)
             }
             facts |= {"grad": self.grad, "average_over": self.average_over}
-            facts |= {"autocast": autocast_dtypes(), "stages with a cache": cached}
+            facts |= {"autocast": tuple(map(autocast_dtype, ("cpu", "cuda"))), "stages with a cache": cached}
             facts["modules in training"] = sum([module.training for module in seen.modules])
             codes.own = identity(self.comm.size, seen.modules)
         if torch.is_grad_enabled():

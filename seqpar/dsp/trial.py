@@ -14,16 +14,17 @@ calls are left out for stages with tables of rows, which stay as they are, and f
 earlier calls, which may be of rows; more rows also where attention or adapters know their number, and where a rank
 could let others wait. What a stage remembers of its own call is forgotten in the trial.
 
-Parameters and arguments that are zero, as gates and last layers are at the start of training, hide what they will
-multiply later; in the trial they have other values. So have rows of the stream that are all alike, as those of still
-clips: nothing would change if they were replaced by each other.
+Weights that are zero, as gates and last layers are at the start of training, hide what they will multiply later, and so
+does rounding; in the trial weights are random, in 32 bits (`seqpar.trial.weights`). Arguments that are zero have other
+values too, and so have rows of the stream that are all alike, as those of still clips: nothing would change if they
+were replaced by each other.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,14 @@ from seqpar.dsp.form import form_of
 from seqpar.dsp.grid import Grid
 from seqpar.dsp.space import Sharding
 from seqpar.dsp.spec import Block
-from seqpar.ops.core.compared import gap, version_of
+from seqpar.ops.core.compared import version_of
 from seqpar.trial.compare import close
-from seqpar.trial.near_zero import is_plain, near_zero, without_zeros
 from seqpar.trial.protect import OF_MODULES, SavedState, eager, held, saved
-from seqpar.trial.rounding import coarseness
+from seqpar.trial.weights import coarse, drawn, is_plain, widened
 
 log = logging.getLogger("seqpar.dsp")
 ENOUGH = 16  # rows; a stage that was tried on fewer is tried again on more
+NEAR_ZERO = 1e-3  # an argument whose elements are all below this may hide an effect
 # Changes of rows: those of one parity replaced by rows of the other; all moved by one place; the first given again;
 # other rows given on both sides of them.
 EVEN, ODD, MOVED, MORE, OTHERS = range(5)
@@ -78,7 +79,7 @@ class Trial:
         others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.forms]
         self.fixed = [*module.parameters(), *others]
         self.versions = [version_of(x) for x in self.fixed]
-        self.before, self.remembers = SavedState(module), _remembers(module)
+        self.before, self.remembers, self.random = SavedState(module), _remembers(module), True
 
     def judge(self, outs: Sequence[Tensor], call: CallStage) -> dict[str, str]:
         """The dimensions along which rows depend on each other, on this rank, and how. All ranks with rows take part.
@@ -90,16 +91,18 @@ class Trial:
             return {}
         kept = [x.detach().clone() for x in outs]
         try:
-            with saved(self.module), without_zeros(self.module):
+            with saved(self.module):
                 afresh = not self.before.would_write()
                 if afresh:  # what the stage keeps of its rows comes again from changed ones
                     self.before.restore()
                 told = afresh or not _remembers(self.module)
-                return {dim: how for dim, how in self._mixed(call).items() if told or how != COUNTS}
-        except PeerError:
-            raise
-        except Exception as error:
-            log.info("a stage of %s was not tried: %s: %s", self.block.modules, type(error).__name__, error)
+                for self.random in (True, False):  # it may not take other weights, or other dtypes
+                    try:
+                        return {dim: how for dim, how in self._mixed(call).items() if told or how != COUNTS}
+                    except PeerError:
+                        raise
+                    except Exception as error:
+                        log.info("a stage of %s was not tried: %s: %s", self.block.modules, type(error).__name__, error)
             return {}
         finally:  # a stage may return the same memory in every call
             for x, y in zip(outs, kept, strict=True):
@@ -136,7 +139,10 @@ class Trial:
             return False
 
     def _outs(self, call: CallStage, arguments: Arguments) -> list[Tensor]:
-        with torch.no_grad(), _copied(self.module), saved(self.module, arguments.values()), eager(self.module):
+        if self.random:
+            arguments = {name: widened(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        weights = drawn(self.module) if self.random else nullcontext()
+        with torch.no_grad(), _copied(self.module), saved(self.module, arguments.values()), eager(self.module), weights:
             return [x.detach().clone() for x in call(arguments)]
 
     def _rows(self, dim: str = "", way: int = EVEN) -> Arguments:
@@ -149,7 +155,7 @@ class Trial:
     def _telling(self, name: str, x: Tensor) -> Tensor:
         """An argument, in new memory if it has rows, and with other values if its own would hide what a stage does."""
         if name not in self.block.stream:
-            if is_plain(x) and near_zero(x.detach(), parts=False) is not None:
+            if is_plain(x) and bool((x.detach().abs() <= NEAR_ZERO).all()):
                 return _filled(x)
             return x.detach().clone() if name in self.forms else x
         x, dims = x.detach().clone(), [dim for dim in self.dims if dim in form_of(self.forms[name]).names]
@@ -174,14 +180,11 @@ class Trial:
 
     def _apart(self, a: Sequence[Tensor], b: Sequence[Tensor], dim: str = "", way: int = EVEN) -> bool:
         """Whether results differ by more than rounding: of rows that a change does not concern, or anywhere."""
-        rough = coarseness(self.module, a)
-        pairs = [
-            self._of_same_rows(x, y, form, dim, way)
+        rounds = coarse(self.module, random=self.random)
+        return any(
+            not close(*self._of_same_rows(x, y, form, dim, way), rounds)
             for x, y, form in zip(a, b, self.block.stream.values(), strict=True)
-        ]
-        # rows that stay in their places are rounded as before, and others nearly so in single precision
-        alike = way <= ODD or not rough
-        return any(not close(x, y, rough) or (alike and _many_differ(x, y, rough > 0)) for x, y in pairs)
+        )
 
     def _of_same_rows(self, x: Tensor, y: Tensor, text: str, dim: str, way: int) -> tuple[Tensor, Tensor]:
         """The results of the same rows, before a change and after it."""
@@ -212,15 +215,6 @@ def _parity(index: Tensor) -> Tensor:
     while bool((index > 0).any()):
         bits, index = bits ^ (index & 1), index >> 1
     return bits
-
-
-def _many_differ(a: Tensor, b: Tensor, rough: bool) -> bool:
-    """Whether a part of the elements differ by more than rounding, each by its own size; one may be much larger."""
-    if not a.numel() or not a.is_floating_point():
-        return False
-    bound, part = (4 * torch.finfo(torch.bfloat16).eps, 0.1) if rough else (torch.finfo(a.dtype).eps ** 0.5, 0.01)
-    a, b = a.double(), b.double()
-    return bool((gap(a, b) > bound * a.abs()).double().mean() > part)
 
 
 class HeldTensors:

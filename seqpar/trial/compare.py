@@ -1,9 +1,9 @@
-"""Whether the rows of one run follow those of another: the verdict, and the first module where they do not.
+"""Whether the rows of one run follow those of another: the tolerance, the verdict, and the first module.
 
-There is one tolerance, `close`. An element of single precision may be off by 1e-4 of its unit (`sizes`): products of a
-few thousand terms of 6e-8 each stay below 1e-5 in tens of layers, and what mixes rows changes them by far more. Rough
-products, as of 16 bits, are judged by most rows, since rounding may send some to other experts: the root of the mean
-square over a row may be `ROUNDINGS` times the distance of 1 from the next number.
+There is one tolerance, `close`. An element may be off by 1e-4 of its size, or of the usual size in its column or row if
+that is larger, since products round as their terms do: those of a few thousand terms of 6e-8 each stay below 1e-5 in
+tens of layers, and what mixes rows changes them by far more. So a large element, as of masked logits, hides nothing
+beside it. Products of few bits, as of quantised layers, are judged by most rows, which may lie `COARSE` apart.
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from seqpar.ops.core.compared import gap
 from seqpar.trial.protect import Buffers
-from seqpar.trial.record import RESULT, Event, RunRecord
-from seqpar.trial.rounding import COARSE, LOW
-from seqpar.trial.rows import Ranges, Sample, real
-from seqpar.trial.sizes import units
+from seqpar.trial.record import ATTENDS, RESULT, Event, RunRecord
+from seqpar.trial.rows import Sample, real
 
-CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest element
-# Rough products: how far rows may lie apart, in roundings. In tens of layers these add up to 1, seldom to 2, and then
-# they tell copies of one row apart in one run too. A sum over all rows does not.
-ROUNDINGS = 2.25
+FINE, COARSE = 1e-4, 0.04
+SOME = 64  # rows or columns, enough to tell the usual size
+LEAST = 1e-3  # the size of smaller elements
 
 
 class Verdict(NamedTuple):
     """The result of the runs.
 
-    reason: why the model is refused, or "". error: why that is unknown, or "". saw: whether any rows were permuted.
+    reason: why the model is refused, or "". error: why that is unknown, or "". saw: whether any rows were changed.
     blind: whether a rank has several rows, and no argument contains them.
     """
 
@@ -41,35 +37,36 @@ class Verdict(NamedTuple):
 
 
 def compare(
-    first: RunRecord, second: RunRecord, *, error: Exception | None = None, rough: float, how: str, fault: str
-) -> Verdict:
-    """The verdict on two runs.
+    first: RunRecord, second: RunRecord, *, error: Exception | None = None, coarse: bool, how: str, fault: str
+) -> str:  # fmt: skip
+    """Why the rows of a run do not follow those of the first, or "".
 
-    error: the second run's exception. rough: the coarseness of products (`seqpar.trial.rounding`). how: a description
-    of the second run. fault: the words for tensors that do not follow.
+    error: the second run's exception. coarse: whether products round to few bits. how: a description of the second
+    run. fault: the words for tensors that do not follow.
     """
-    # a tensor cast back to single precision is rough too
-    dtypes = {x.dtype for event in first.events for sample in event.samples for x in sample.values()}
-    rough = max(rough, COARSE) if dtypes & LOW else rough
-    last, fewer, judged = first.events[-1], second.fewer, list(zip(first.judged(), second.judged()))
-    moved = second.second and not fewer
+    coarse = coarse or first.narrow  # a tensor cast back to single precision too
+    judged = list(zip(first.judged(), second.judged()))
     as_often = error is None and len(first.judged()) == len(second.judged())
-    if as_often and all(_follows(a, b, rough, fewer=fewer, moved=moved) for a, b in judged):
-        return Verdict()
+    if as_often and all(_follows(a, b, coarse) for a, b in judged):
+        return ""
+    last, got_rows = first.events[-1], dict[str, bool]()
     for a, b in _pairs(first.events, second.events):
-        if not _follows(a, b, rough, way=None if a is last else first.events, fewer=fewer, moved=moved):
+        if a.kind == "gets":
+            got_rows[a.name] = a.has_rows
+        decides = a is last or a.decides or (a.kind == "returns" and got_rows.get(a.name, False))
+        if not _follows(a, b, coarse, whole=decides):
             break
     else:
         why = (
             f"it fails: {type(error).__name__}: {error}" if error else "it calls attention a different number of times"
         )
-        return Verdict(f"in a trial {how}, {why}")
-    as_many = len(a.unmoved) == len(b.samples) > 0
-    stays = a.kind == "gets" and as_many and all(_all_close(x, y, rough) for x, y in zip(a.unmoved, b.samples))
-    remedy = "; pass positions as an argument, plan.rope_positions(rank)" if stays else ""
-    if a is last and a.by == RESULT and a.samples and not _has_rows(a):
+        return f"in a trial {how}, {why}"
+    remedy = ""
+    if a.kind == "gets" and len(a.samples) == len(b.samples) > 0 and all(map(_stays, a.samples, b.samples)):
+        remedy = "; pass positions as an argument, plan.rope_positions(rank)"
+    if a is last and a.by == RESULT and a.samples and not a.has_rows:
         remedy = "; return rows, and pool them outside the model, as by seqpar.train.token_mean"
-    return Verdict(f"in a trial {how}, {_tensor_of(a)} {fault}{remedy}")
+    return f"in a trial {how}, {_tensor_of(a)} {fault}{remedy}"
 
 
 def _tensor_of(event: Event) -> str:
@@ -79,22 +76,44 @@ def _tensor_of(event: Event) -> str:
     return f"the output of {event.name}" if event.kind == "returns" else f"the input of attention in {event.name}"
 
 
-def close(a: Tensor, b: Tensor, rough: float = 0.0) -> bool:
+def close(a: Tensor, b: Tensor, coarse: bool = False) -> bool:
     """Whether results are equal up to rounding, by rows, which are indexed by all dims but the last one.
 
-    rough: how coarsely products round, from 1 to the next number, if more so than single precision.
+    coarse: whether products round to few bits, as results of 16 bits always do.
     """
     if a.shape != b.shape or not a.numel():
         return a.shape == b.shape
-    one, other = (real(x.detach()).reshape(-1, real(x).shape[-1] if x.dim() else 1) for x in (a, b))
-    return _close(one, other, rough)
+    coarse = coarse or (a.is_floating_point() and a.dtype.itemsize < 4)
+    fine = FINE if a.is_floating_point() or a.is_complex() else 0.0
+    one, other = (real(x.detach()).reshape(-1, real(x).shape[-1] if x.dim() else 1).double() for x in (a, b))
+    apart = gap(one, other)
+    if not bool(apart.any()):
+        return True
+    varies = (one != one[:1]).any(0) | (other != other[:1]).any(0)
+    apart = apart / _sizes(one, varies)
+    if not coarse:
+        return bool((apart <= fine).all())
+    apart = apart[:, varies] if bool(varies.any()) else apart
+    # one row may go to another expert
+    return float(apart.clamp(max=1.0).square().mean(1).sqrt().median()) <= COARSE
 
 
 def unlike(one: Buffers, other: Buffers) -> set[tuple[nn.Module, str]]:
     """The buffers that differ after two runs."""
     both = one.keys() & other.keys()
-    apart = {at for at in both if not _close(_flat(one[at]), _flat(other[at]), rough=0.0)}
-    return (one.keys() ^ other.keys()) | apart
+    return (one.keys() ^ other.keys()) | {at for at in both if not close(one[at].flatten(), other[at].flatten())}
+
+
+def _sizes(x: Tensor, varies: Tensor) -> Tensor:
+    """The size of each element [rows, columns], or the median of its column or its row, whichever is largest.
+
+    varies: columns that have other elements than constants.
+    """
+    size = x.abs().masked_fill(~x.isfinite(), 0.0)
+    among = size[:, varies] if bool(varies.any()) else size
+    column = size[:: -(-len(size) // SOME)].median(0).values
+    row = among[:, :: -(-among.shape[1] // SOME)].median(1, keepdim=True).values
+    return size.maximum(column).maximum(row).clamp(min=LEAST)
 
 
 def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Event]]:
@@ -107,100 +126,32 @@ def _pairs(first: list[Event], second: list[Event]) -> Iterator[tuple[Event, Eve
             yield event, waiting[event[:2]].pop()
 
 
-def _follows(
-    a: Event, b: Event, rough: float, *, way: list[Event] | None = None, fewer: bool, moved: bool
-) -> bool:  # fmt: skip
-    """Whether the tensors of an event are those of the rows in their places.
+def _follows(a: Event, b: Event, coarse: bool, *, whole: bool = True) -> bool:
+    """Whether the tensors of an event of the second run are those of the rows in it.
 
-    way: the events of the run, if this event does not decide; tensors without rows then matter only if a module that
-    got rows returns them. fewer: tensors with rows in one run only count as without, since sizes may agree by accident.
-    moved: as in `_close`.
+    whole: whether tensors without rows matter, which must be the same. Queries always have rows.
     """
     if len(a.samples) != len(b.samples):
         return False
-    pairs = list(zip(a.samples, b.samples))
-    # with rough products one row may lie apart, so samples decide
-    if not rough and not all(map(_within, a.ranges, b.ranges)):
+    pairs = [(x, y) for x, y in zip(a.samples, b.samples) if whole or x.rows]
+    if a.kind == ATTENDS and not _dims(*pairs[0]):
         return False
-    if way is not None and (a.kind != "returns" or _has_rows(a) or not _got_rows(a, way)):
-        pairs = [(x, y) for x, y in pairs if -1 not in x]
-    if fewer:
-        pairs = [both for both in (_left(x, y) for x, y in pairs) if both[0]]
-    return all(any(_close(x[dim], y[dim], rough, moved=moved) for dim in x.keys() & y.keys()) for x, y in pairs)
+    return all(_same(x, y, coarse) for x, y in pairs)
 
 
-def _left(first: Sample, fewer: Sample) -> tuple[Sample, Sample]:
-    """The rows of both samples that a run with fewer rows has; samples of other sizes as they are."""
-    one, other = dict[int, Tensor](), dict[int, Tensor]()
-    for dim in first.keys() & fewer.keys():
-        a, b = first[dim], fewer[dim]
-        at = ~b.isnan().all(1)
-        if len(a) != len(b):
-            one[dim], other[dim] = a, b
-        elif bool(at.any()):
-            one[dim], other[dim] = a[at], b[at]
-    return one, other
+def _same(x: Sample, y: Sample, coarse: bool) -> bool:
+    """Whether a tensor of the second run has its rows of the first run's, or if it has none, is the same."""
+    if dims := _dims(x, y):
+        return any(close(x.rows[at][1][y.rows[at][0]], y.rows[at][1], coarse) for at in dims)
+    return x.shape == y.shape and close(x.whole, y.whole, coarse)
 
 
-def _within(first: Ranges, second: Ranges) -> bool:
-    """Whether ranges of all places agree."""
-    both = [(first[dim].sums, second[dim].sums) for dim in first.keys() & second.keys()]
-    return not both or any(_close(a, b) for a, b in both)
+def _dims(x: Sample, y: Sample) -> list[tuple[int, int]]:
+    """The dims that may index the rows of both runs, each with the number of samples."""
+    dims = x.rows.keys() & y.rows.keys()
+    return [(d, n) for d, n in dims if all(a == b for e, (a, b) in enumerate(zip(x.shape, y.shape)) if e != d)]
 
 
-def _has_rows(event: Event) -> bool:
-    return any(-1 not in x for x in event.samples)
-
-
-def _got_rows(event: Event, way: list[Event]) -> bool:
-    """Whether the module that returned this got rows in its last call."""
-    earlier = way[: next(i for i, other in enumerate(way) if other is event)]
-    calls = [other for other in earlier if other[:2] == ("gets", event.name)]
-    return bool(calls) and _has_rows(calls[-1])
-
-
-def _all_close(x: Sample, y: Sample, rough: float) -> bool:
-    return x.keys() == y.keys() and all(_close(x[dim], y[dim], rough) for dim in x)
-
-
-def _close(a: Tensor, b: Tensor, rough: float = 0.0, *, moved: bool = False) -> bool:
-    """Equal up to rounding, row by row; if products are rough, most rows, since others may go to other experts.
-
-    moved: whether equal rows of a, which are copies of one row, were computed in several places for b.
-    """
-    if a.shape != b.shape:
-        return False
-    if a.is_floating_point() and a.dtype not in CLOSE:
-        rough = max(rough, COARSE)
-    bound = CLOSE.get(a.dtype, 0.0)
-    a, b = a.double(), b.double()
-    if not bool(gap(a, b).any()):
-        return True
-    varies = (a != a[:1]).any(0) | (b != b[:1]).any(0)
-    unit = units(a, varies)
-    if not rough:
-        return bool((gap(a, b) <= bound * unit).all())
-    apart = _distance(a, b, unit, varies) / rough
-    if apart > ROUNDINGS or not moved:
-        return apart <= ROUNDINGS
-    one, other = _copies(a)
-    return not len(one) or apart <= max(1.0, 4 * _distance(b[one], b[other], unit[one], varies) / rough)
-
-
-def _distance(a: Tensor, b: Tensor, unit: Tensor, varies: Tensor) -> float:
-    """How far most rows lie apart: the root of the mean square over the columns that are not the same in all rows."""
-    apart = (gap(a, b) / unit).clamp(max=1.0)
-    apart = apart[:, varies] if bool(varies.any()) else apart
-    return float(apart.square().mean(1).sqrt().median())
-
-
-def _copies(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of rows that are equal, in pairs."""
-    _, group = x.unique(dim=0, return_inverse=True)
-    order = group.argsort(stable=True)
-    pairs = group[order[1:]] == group[order[:-1]]
-    return order[:-1][pairs], order[1:][pairs]
-
-
-def _flat(x: Tensor) -> Tensor:
-    return real(x).reshape(1, -1)
+def _stays(x: Sample, y: Sample) -> bool:
+    """Whether the first rows of the second run are those of the first run, whatever rows it has."""
+    return any(close(x.first[at][: len(y.first[at])], y.first[at]) for at in x.first.keys() & y.first.keys())

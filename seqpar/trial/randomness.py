@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from seqpar.private import torch as torch_private
 
@@ -60,6 +61,13 @@ def undrawn(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.randperm:  # an order in which rows meet others
         return out.copy_(torch.arange(len(out), device=out.device).flip(0))
     return out if _DRAWING.get(func) is None or not isinstance(out, Tensor) else out.fill_(_DRAWING[func])
+
+
+class Deterministic(TorchFunctionMode):
+    """A mode without random numbers, for this thread: dropout drops nothing, and draws return equal numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return undrawn(func, args, kwargs or {})
 
 
 def active_dropout(named: Iterable[tuple[str, nn.Module]]) -> str:

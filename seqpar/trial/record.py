@@ -23,44 +23,51 @@ from torch import Tensor, nn
 from seqpar.private import torch as torch_private
 from seqpar.trial.nested import leaves
 from seqpar.trial.protect import Buffers
-from seqpar.trial.rounding import LOW
-from seqpar.trial.rows import FewerRows, Ranges, Sample, ShuffledRows
+from seqpar.trial.rows import RunRows, Sample, random_rows
 
-RESULT = "result"
+RESULT, ATTENDS = "result", "attends over"
 
 
 class Event(NamedTuple):
-    """Samples of the tensors that a module gets (from module ``by``), returns, or attends over.
-
-    unmoved: samples of the first run at the second run's places; equal to its own samples where nothing moved. ranges:
-    over all places, of tensors that decide.
-    """
+    """Samples of the tensors that a module gets (from module ``by``), returns, or attends over."""
 
     kind: str
     name: str
     by: str
     samples: list[Sample]
-    unmoved: list[Sample]
-    ranges: list[Ranges]
+
+    @property
+    def decides(self) -> bool:
+        """Whether rows must follow here; all other events only help to find the cause."""
+        return self.kind == ATTENDS or self.by == RESULT
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some of the tensors may have rows."""
+        return any(sample.rows for sample in self.samples)
 
 
 class RunRecord:
     """The events of one run, in order; empty if no rows are compared.
 
-    like: the earlier run that this one is compared with. changed: buffers that the run changed. failure: an error while
-    recording, which does not end the run, since other ranks may be in it too.
+    narrow: whether some tensor has 16 bits. changed: buffers that the run changed. failure: an error while recording,
+    which does not end the run, since other ranks may be in it too.
     """
 
-    def __init__(
-        self, model: nn.Module, rows: ShuffledRows | FewerRows | None, *, second: bool, like: RunRecord | None = None
-    ) -> None:  # fmt: skip
-        self.model, self.rows, self.second, self.failure = model, rows, second, ""
-        self._like = iter(like.judged() if like is not None else ())
-        self.fewer = isinstance(rows, FewerRows)
+    def __init__(self, model: nn.Module, rows: RunRows | None) -> None:
+        self.model, self.rows, self.failure, self.narrow = model, rows, "", False
         self.changed: Buffers = {}
-        self.largest: list[int] = []  # rows with the largest elements of some tensor
         self.events: list[Event] = []
         self._modules: list[str] = []  # names of modules being computed
+        self._calls = 0
+
+    def attended(self, out: tuple[int, ...], *given: Tensor) -> Tensor:
+        """Random rows [T, ...] in place of attention's, the first run's for the same rows; records its inputs."""
+        with torch_private.DisableTorchFunction():
+            self.note(ATTENDS, self._modules[-1] if self._modules else named("", self.model), given)
+            self._calls += 1
+            draw = random_rows if self.rows is None else self.rows.drawn
+            return draw(out, given[0], self._calls)
 
     def note(self, kind: str, name: str, tensors: Iterable[Any], by: str = "") -> None:
         """Record tensors, if some of them are rows."""
@@ -68,30 +75,12 @@ class RunRecord:
             return
         try:
             with torch_private.DisableTorchFunction(), torch.no_grad():
-                self.events.append(self._event(self.rows, kind, name, tensors, by))
+                plain = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided]
+                plain = [x for x in plain if x.numel() and x.dim()]  # a tensor without dims is a loss
+                self.narrow |= any(x.is_floating_point() and x.dtype.itemsize < 4 for x in plain)
+                self.events.append(Event(kind, name, by, [self.rows.sample(x) for x in plain]))
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
-
-    def _event(self, rows: ShuffledRows | FewerRows, kind: str, name: str, tensors: Iterable[Any], by: str) -> Event:
-        plain = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.numel()]
-        plain = [x for x in plain if x.dim()]  # a tensor without dims is a loss
-        samples = [rows.sample(x, second=self.second) for x in plain]
-        unmoved = [] if self.second else [rows.sample(x, second=True) for x in plain]
-        decides = kind == "attends over" or by == RESULT
-        if not self.second and kind != "returns":  # another module gets it
-            self.largest += [row for x in plain for row in rows.largest(x)]
-        earlier = next(self._like, None) if decides else None
-        ranges = list[Ranges]()
-        for number, x in enumerate(plain):
-            like = earlier.ranges[number] if earlier is not None and number < len(earlier.ranges) else None
-            # in half precision one row may lie apart
-            told = decides and x.dtype not in LOW
-            ranges.append(rows.ranges(x, second=self.second, like=like) if told else {})
-        return Event(kind, name, by, samples, unmoved, ranges)
-
-    def note_attention(self, *tensors: Tensor) -> None:
-        """Record queries, keys and values."""
-        self.note("attends over", self._current(), tensors)
 
     def note_result(self, out: Any) -> None:
         """Record the model's output."""
@@ -110,13 +99,11 @@ class RunRecord:
                         hooks.callback(module.register_forward_hook(partial(self._returns, full)).remove)
             yield
 
-    def _current(self) -> str:
-        return self._modules[-1] if self._modules else named("", self.model)
-
     def _gets(self, name: str, _: nn.Module, args: Any, kwargs: Any = None) -> None:
         # other threads may share the model, and call a hook without kwargs while it is registered or removed
         if under_trial() is self:
-            self.note("gets", name, leaves((args, kwargs)), self._current())
+            by = self._modules[-1] if self._modules else named("", self.model)
+            self.note("gets", name, leaves((args, kwargs)), by)
             self._modules.append(name)
 
     def _returns(self, name: str, _: nn.Module, args: Any, out: Any) -> None:
@@ -124,9 +111,14 @@ class RunRecord:
             self._modules.pop()
             self.note("returns", name, leaves(out))
 
+    @property
+    def undefined(self) -> bool:
+        """Whether a tensor that decides has NaN."""
+        return any(bool(sample.whole.isnan().any()) for event in self.judged() for sample in event.samples)
+
     def judged(self) -> list[Event]:
-        """The events that decide whether rows follow; all others only help to locate the cause."""
-        return [event for event in self.events if event.kind == "attends over" or event.by == RESULT]
+        """The events that decide whether rows follow."""
+        return [event for event in self.events if event.decides]
 
 
 _threads = threading.local()

@@ -291,7 +291,7 @@ MIXING: dict[str, tuple[Case, str]] = {
         "the input that Model passes to part (Embedding)",
     ),
     "a random order": (lambda: Model(lambda m, x, p: x[:, torch.randperm(x.shape[1])]), "blocks.0 (Block)"),
-    "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "in a trial with fewer rows"),
+    "number of rows": (lambda: Model(lambda m, x, _: x * math.log(x.shape[1])), "passes to blocks.0 (Block)"),
     "mean so far": (
         lambda: Model(lambda m, x, _: m.part(x), Centred()), "in a trial after other rows, which changed part.mean",
     ),

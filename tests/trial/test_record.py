@@ -9,7 +9,7 @@ from seqpar.trial.record import RunRecord
 def test_a_hook_that_another_thread_has_not_fully_registered_fails_no_call():
     """torch adds a hook first and then that it takes kwargs; a call between the two gives it none."""
     model = nn.Sequential(nn.Linear(2, 3))
-    record = RunRecord(model, None, second=False)
+    record = RunRecord(model, None)
     with record.hooked():
         for module in model.modules():
             module._forward_pre_hooks_with_kwargs.clear()

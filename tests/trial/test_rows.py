@@ -21,7 +21,6 @@ import seqpar
 from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.sdpa import parallelize
 from seqpar.testing import run_threads
-from seqpar.trial.rows import Positions, ShuffledRows
 from tests.trial.models import (
     ALONE,
     IDS,
@@ -402,19 +401,6 @@ def test_a_model_is_not_kept_alive() -> None:
     assert alive() is None
 
 
-def test_a_block_tries_a_call_under_its_autocast() -> None:
-    class Casting(Pooling):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x, int(torch.is_autocast_enabled("cpu")))
-
-    model, x, comm = made(Casting).float(), torch.randn(1, TOKENS, E), LocalComm()
-    plan = Plan(MASK, Layout.contiguous(TOKENS, 1))
-    for _ in range(2):
-        refused = pytest.raises(NotImplementedError, match="Casting cannot be computed on several ranks")
-        with refused, seqpar.sdpa(plan, comm), torch.autocast("cpu", torch.bfloat16):
-            model(x)
-
-
 @pytest.mark.parametrize("mixes", [True, False])
 def test_a_model_with_a_hook_for_the_time_of_its_forward_is_tried(mixes: bool) -> None:
     class Hooking(Pooling):
@@ -679,7 +665,7 @@ def called(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.sampled(3)
 def test_large_elements_hide_nothing_beside_them(late: str, large: str, dtype: torch.dtype) -> None:
     model, x = made(lambda: Late(LATE[late], LARGE[large])).to(dtype), torch.randn(1, 300, E, dtype=dtype)
-    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: in a trial with its rows"):
+    with pytest.raises(NotImplementedError, match="Late cannot be .*: in a trial with some of its rows"):
         called(model, x)
 
 
@@ -706,17 +692,8 @@ def test_a_place_that_no_sample_has_is_found_beside_large_elements() -> None:
 @pytest.mark.parametrize("at", [0, -1])
 def test_what_reads_one_row_is_found_at_every_number_of_rows(at: int, tokens: int) -> None:
     model = made(lambda: Late(lambda m, x: filmed(m, x, at)))
-    with pytest.raises(NotImplementedError, match="Late cannot be computed on several ranks: in a trial with its rows"):
+    with pytest.raises(NotImplementedError, match="Late cannot be .*: in a trial with some of its rows"):
         called(model, torch.randn(1, tokens, E).double())
-
-
-@pytest.mark.parametrize("lengths", [[2], [3], [4], [1, 1, 1], [5, 1, 1, 6], [3] * 90, [442]])
-def test_no_row_stays_in_its_place_nor_another_of_its_position(lengths: list[int]) -> None:
-    own = np.concatenate([np.arange(n) for n in lengths])
-    rows = ShuffledRows([Positions(own, max(lengths) - 1)], len(own))
-    source = rows.sources[len(own)]
-    assert (source != np.arange(len(own))).all()
-    assert max(lengths) == 1 or (own[source] != own).all()
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast", "high"])
@@ -724,7 +701,7 @@ def test_no_row_stays_in_its_place_nor_another_of_its_position(lengths: list[int
 @pytest.mark.sampled(3)
 def test_what_mixes_a_little_is_found_though_products_are_rough(late: str, way: str) -> None:
     for rows in (64, 600):
-        with pytest.raises(NotImplementedError, match="in a trial with its rows in another order"):
+        with pytest.raises(NotImplementedError, match="in a trial with some of its rows"):
             roughly(Late(LATE[late]), way, rows)
 
 

@@ -31,6 +31,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.private.transformers import ATTENTION, registered
+from seqpar.trial.record import under_trial
 
 KEY = "seqpar"
 DEFAULT = Numerics()
@@ -177,10 +178,12 @@ def attention_function(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
             "leave it out of the call and of the config"
         )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if not torch.compiler.is_compiling() and (record := under_trial()) is not None:
+        return record.attended((*q.shape[:2], v.shape[2]), q, k, v)[None], None
     dropout = dropped(dropout)
     seed = _seed(module, attention_mask) if dropout else None
     numerics = module.__dict__.get(NUMERICS, DEFAULT)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention(
         q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
         dropout_seed=seed, accuracy=numerics.accuracy, deterministic=numerics.deterministic,

@@ -35,6 +35,7 @@ from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.ops.core.device import autocast
 from seqpar.parallel import derived_seed, surrounding
 from seqpar.private.transformers import ATTEND, reshape, split_heads
+from seqpar.trial.record import under_trial
 
 CAUSAL = Rule(causal=True)
 
@@ -63,6 +64,9 @@ def attended(
 
     Raises: NotImplementedError for dropout in a layer without a number.
     """
+    if not torch.compiler.is_compiling() and (record := under_trial()) is not None:
+        rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+        return record.attended((*rows[0].shape[:2], v.shape[-1]), *rows).transpose(0, 1)[None]
     dropout, layer = dropped(dropout) if module.training else 0.0, layer_of(module) if layer is None else layer
     if dropout and layer is None:
         raise without_seed(module)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -25,10 +25,8 @@ from seqpar.plan import Plan
 from seqpar.private.torch import wrapped_call
 from seqpar.trial.compare import Verdict
 from seqpar.trial.identity import identity
-from seqpar.trial.near_zero import in_place_of_zeros
 from seqpar.trial.rows import Positions
 from seqpar.trial.runs import READINGS, try_model
-from seqpar.trial.stand_ins import Deterministic
 
 Key = tuple[bool, int]  # whether a model is training, and its `identity`
 
@@ -87,26 +85,13 @@ class ModelCall:
         positions = [Positions(plan.rope_positions(rank), longest - 1)]
         positions.append(Positions(plan.positions(rank), plan.mask.tokens - 1))
 
-        # a shard's frozen part concerns its rank only, and a rank that fails with others would run again alone
-        weights = {} if self.together else in_place_of_zeros(self.model)
-
-        def replacing() -> AbstractContextManager[Any]:
-            stack = ExitStack()
-            stack.enter_context(Deterministic(weights))
-            stack.enter_context(block())
-            return stack
-
         if not self.together:
-            verdict = try_model(self.model, run, args, kwargs, positions, replacing)
-            if verdict.error and weights:
-                weights.clear()
-                verdict = try_model(self.model, run, args, kwargs, positions, replacing)
-            return verdict
+            return try_model(self.model, run, args, kwargs, positions, block)
         if self.once:
             self.passed[self.key] = self.own[1]
         readings = 1 if self.once else READINGS
         return try_model(
-            self.model, run, args, kwargs, positions, replacing, gather=self._gather, readings=readings, alone=False
+            self.model, run, args, kwargs, positions, block, gather=self._gather, readings=readings, alone=False
         )
 
     def _gather(self, value: Any) -> list[Any]:

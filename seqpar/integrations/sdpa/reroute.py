@@ -32,13 +32,11 @@ from seqpar.ops import attention
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, remember
 from seqpar.ops.core.collective_op import check_dense
-from seqpar.ops.core.device import autocast
 from seqpar.ops.core.regions import Region, run_again_inside, under_way
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
 from seqpar.private import torch as torch_private
 from seqpar.trial.record import under_trial
-from seqpar.trial.stand_ins import stand_in
 
 Local = Callable[[Tensor, Tensor], bool]
 
@@ -269,7 +267,7 @@ class Rerouting(TorchFunctionMode):
         with self._refusals():
             record = under_trial()
             rows = [self.plan.rows(self.comm.rank, side) for side in ("q", "kv")]
-            if record is not None and record.fewer:
+            if record is not None and record.rows is not None and not record.rows.all:
                 rows = [q.shape[0], k.shape[0]]
             if samples > 1 and [q.shape[0], k.shape[0]] == [samples * n for n in rows]:
                 raise ValueError(
@@ -280,7 +278,7 @@ class Rerouting(TorchFunctionMode):
                 raise self._wrong_rows(q, k, rows)
             if record is not None:
                 self.calls += 1
-                return stand_in(*map(autocast, (q, k, v)), self.plan)
+                return record.attended((*q.shape[:2], v.shape[2]), q, k, v)
             if samples > 1 and self._samples_meet(samples):
                 told = (
                     f"sdpa: got {samples} samples of {rows[0] // samples} rows ({self._shown()}) on rank "

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from seqpar.comm import Comm
@@ -19,19 +18,17 @@ from seqpar.integrations.sdpa.calls import Key, ModelCall, key_of, outermost
 from seqpar.plan import Plan
 from seqpar.train import check_model
 from seqpar.trial.modules import SEES, dropping, of_transformers, renorming
-from seqpar.trial.rounding import autocast_dtypes, under_autocast
 
 _NEVER_FILLED = (Tensor, bool, int, float, str, type(None))
 
 
 class ModelUse(NamedTuple):
-    """A model that a block has called: what it was then, the arguments of its first call, and autocast."""
+    """A model that a block has called: what it was then, and the arguments of its first call."""
 
     model: nn.Module
     key: Key
     args: Any
     kwargs: Any
-    autocast: tuple[torch.dtype | None, ...]
 
 
 class ModelsInside:
@@ -59,7 +56,7 @@ class ModelsInside:
             return
         self.last = kwargs
         key = key_of(model, self.comm)
-        self.uses.setdefault((model, key), ModelUse(model, key, args, kwargs, autocast_dtypes()))
+        self.uses.setdefault((model, key), ModelUse(model, key, args, kwargs))
 
     @uncompiled
     def try_all(self) -> None:
@@ -74,8 +71,7 @@ class ModelsInside:
             keys = [others[number] for others in every if number < len(others)]
             call = ModelCall(use.model, self.plan, self.comm, keys, use.key)
             if call.is_due():
-                with under_autocast(use.autocast):
-                    self._try(call, use.args, use.kwargs)
+                self._try(call, use.args, use.kwargs)
             elif why := call.changed():
                 warn_untried(use.model, why)
 

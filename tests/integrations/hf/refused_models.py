@@ -207,9 +207,9 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "both directions": (lambda: build("gemma3", use_bidirectional_attention=True), "the mask function .*or_masks"),
     "no weights": (on_meta, "has modules that one of its config lacks: Shifted; load the weights"),
-    "zeros": (lambda: filled(build("llama"), 0.0), "embed_tokens.weight is 0 everywhere.*; load or initialise"),
-    "ones": (lambda: filled(build("llama"), 1.0), "it gives equal results for different tokens"),
-    "memory of anything": (lambda: filled(build("llama"), float("nan")), "it gives infinities or NaN"),
+    "zeros": (lambda: filled(build("llama"), 0.0), "the same for every token, as if .*; load or initialise"),
+    "ones": (lambda: filled(build("llama"), 1.0), "embed_tokens.weight is the same for every token"),
+    "memory of anything": (lambda: filled(build("llama"), float("nan")), "embed_tokens.weight has infinities or NaN"),
     "silent attention": (silent, "its attention changes nothing"),
-    "positions of zeros": (lambda: filled(opt(), 0.0, "embed_positions"), "embed_positions.weight is 0 everywhere"),
+    "positions of zeros": (lambda: filled(opt(), 0.0, "embed_positions"), "embed_positions.weight is the same for"),
 }  # fmt: skip

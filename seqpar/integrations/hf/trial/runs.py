@@ -1,17 +1,17 @@
 """A trial of a transformers model on a few tokens, which shows whether rows meet only in attention and known mixers.
 
-Each token is a document of its own. The model runs once on all rows, and once on some of them in another order, with
-their positions. If an output row changes, the model mixes rows elsewhere (a convolution, a recurrence, counted
-positions). The same runs check that attention and mixers are what the model computes without seqpar, and the model's
-loss and its head, so that neither is mistaken for something else. Meanwhile gates and projections that begin at zero
-have other values, as they would hide what they multiply, and products are exact, as rounding would hide small effects.
+Each token is a document of its own. The model runs on all rows, and again on some of them in another order, with their
+positions, where attention returns the first run's rows (`seqpar.trial`). If a row of a layer's queries, keys or values,
+or of the output, changes, the model mixes rows elsewhere (a convolution, a recurrence, counted positions). Other runs
+check that attention and mixers are what the model computes without seqpar, and the model's loss and its head, so that
+neither is mistaken for something else. Meanwhile weights are random, in 32 bits.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -43,15 +43,15 @@ from seqpar.private import torch as torch_private
 from seqpar.private.transformers import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from seqpar.train import cross_entropy
 from seqpar.trial.compare import close
-from seqpar.trial.exact import quantised, wide
-from seqpar.trial.near_zero import without_zeros
 from seqpar.trial.protect import eager
-from seqpar.trial.stand_ins import Deterministic
+from seqpar.trial.randomness import Deterministic
+from seqpar.trial.record import under_trial
+from seqpar.trial.rows import Positions
+from seqpar.trial.runs import try_model
+from seqpar.trial.weights import drawn, quantised
 
 TOKENS = 13  # of a trial
 ROUNDING = 1e-6  # of sums of 32 bits
-QUANTISED = 0.04  # of a row's elements, where weights and inputs have 8 bits or 4
-FEW = [9, 2, 3, 12, 4]  # rows of the second run, by number
 # Outputs with a row per token; other outputs do not return to their batch.
 PER_TOKEN = ("logits", "last_hidden_state")
 SHIFTS = {ForCausalLMLoss: "row", ForMaskedLMLoss: "none", ForTokenClassification: "none"}
@@ -116,7 +116,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def precise(model: nn.Module) -> Iterator[None]:
     """A quiet context in which rounding hides nothing, nor do weights that are nearly 0."""
-    with quiet(model), without_zeros(model), exact_tables(model), wide(model):
+    with quiet(model), exact_tables(model), drawn(model):
         yield
 
 
@@ -148,18 +148,20 @@ class TrialRuns:
         """Tokens, [T]."""
         return (self.at * 7 + 5) % len(self.model.get_input_embeddings().weight)
 
-    @cached_property
-    def few(self) -> Tensor:
-        """Some of the positions, in another order."""
-        return torch.tensor(FEW, device=self.at.device)
-
     def on_all(self, **options: Any) -> Any:
         """The output for all tokens."""
         return self(self.ids, position_ids=self.at[None], **options)
 
-    def on_few(self, **options: Any) -> Any:
-        """The output for some of the tokens, in another order."""
-        return self(self.ids[self.few], position_ids=self.few[None], **options)
+    def mixing(self, names: Sequence[str], **options: Any) -> str:
+        """How rows of the outputs of these names depend on other rows outside of attention, or ""."""
+
+        def run(ids: Tensor, position_ids: Tensor) -> list[Any]:
+            out = self(ids[0], position_ids=position_ids, **options)
+            return [out.get(name) for name in names]
+
+        positions = [Positions(np.arange(TOKENS), TOKENS - 1)]
+        verdict = try_model(self.model, run, (self.ids[None], self.at[None]), {}, positions, nullcontext)
+        return verdict.reason or verdict.error
 
     def by_transformers(self, **options: Any) -> Any:
         """The output of transformers' own code for all tokens, in one document."""
@@ -167,12 +169,9 @@ class TrialRuns:
         with as_written(self.model):
             return self.model.forward(input_ids=self.ids[None], **given)
 
-    def __call__(
-        self, ids: Tensor, documents: Sequence[int] = (), order: Sequence[int] = (), **options: Any
-    ) -> Any:  # fmt: skip
-        """The output for tokens in documents of these lengths (by default one token each), held in this order."""
-        mask = Mask(documents or [1] * len(ids))
-        plan = Plan(mask, Layout([np.array(order or range(len(ids)))]))
+    def __call__(self, ids: Tensor, documents: Sequence[int] = (), **options: Any) -> Any:
+        """The output for tokens in documents of these lengths, by default one token each."""
+        plan = Plan(Mask(documents or [1] * len(ids)), Layout.contiguous(len(ids), 1))
         text = text_of(self.model)
         base = self.model.base_model if text is self.model else text
         hook = None if base is self.model else base.register_forward_hook(self._keep)
@@ -183,15 +182,16 @@ class TrialRuns:
             with surround(plan, LocalComm()), replaced(text, inner), during(state):
                 given = plain(self.model) | hiding(self.model) | self._typed(ids) | options
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
-            self.calls = min(self.calls, layer_calls.run - first)
+            if under_trial() is None:
+                self.calls = min(self.calls, layer_calls.run - first)
             return out
         finally:
             if hook is not None:
                 hook.remove()
 
     def close(self, a: Tensor, b: Tensor) -> bool:
-        """Equal up to rounding, row by row; parts of models in double precision compute in single precision."""
-        return close(a.float(), b.float(), QUANTISED if self.rough else 0.0)
+        """Whether rows are equal up to rounding; parts of models in double precision compute in single precision."""
+        return close(a.float(), b.float(), self.rough)
 
     def _typed(self, ids: Tensor) -> dict[str, Tensor]:
         """The types of tokens of text, where a model takes types: Molmo 2 does not train without."""
@@ -225,24 +225,20 @@ def findings(runs: TrialRuns) -> ModelFit | None:
         return None
     result = results[0]
 
-    def alike(a: Any, b: Any, at: Tensor | slice = slice(None)) -> bool:
-        """Whether two outputs are equal, the first at these rows."""
-        return all(runs.close(a[name][:, at], b[name]) for name in results)
-
     one = runs.on_all(documents=[TOKENS])
     check_shown(model, whole[result], one[result])
-    if not alike(whole, runs.on_few(), runs.few):
+    if how := runs.mixing(results):
         reasons.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
-            "recurrence, n-grams of tokens, positions that are counted)"
+            f"recurrence, n-grams of tokens, positions that are counted): {how}"
         )
-    elif not _by_rows_in_training(runs, results):
-        reasons.append("in training mode, tokens meet outside its attention")
-    order = torch.cat([runs.few, runs.at[~torch.isin(runs.at, runs.few)]])
-    mixed = runs(runs.ids[order], [TOKENS], order.tolist(), position_ids=order[None])
-    if not alike(one, mixed, order):
-        reasons.append("its attention depends on the order in which a rank holds its rows")
-    if not alike(one, runs.by_transformers()):
+    else:
+        with _as_in_training(runs):
+            how = runs.mixing(results)
+        if how:
+            reasons.append(f"in training mode, tokens meet outside its attention: {how}")
+    written = runs.by_transformers()
+    if not all(runs.close(one[name], written[name]) for name in results):
         names = " or ".join(sorted({type(mixer).__name__ for mixer in mixers(model)}))
         reasons.append(
             "its attention is not the function of q, k, v and mask that it hands over (a bias, for example)"
@@ -353,14 +349,6 @@ def _by_items(runs: TrialRuns, labels: Tensor) -> bool:
         return True
 
 
-def _by_rows_in_training(runs: TrialRuns, results: Sequence[str]) -> bool:
-    """Whether rows follow their order in training mode too."""
-    with _as_in_training(runs):
-        every, few = runs.on_all(), runs.on_few()
-    both = [(every[name], few[name]) for name in results if every.get(name) is not None and few.get(name) is not None]
-    return all(runs.close(a[:, runs.few], b) for a, b in both)
-
-
 @contextmanager
 def _as_in_training(runs: TrialRuns) -> Iterator[None]:
     """A context in which a model in eval mode is in training mode, but drops nothing and draws equal numbers.
@@ -375,7 +363,7 @@ def _as_in_training(runs: TrialRuns) -> Iterator[None]:
             still = isinstance(module, torch_private.BatchNorm)
             module.training = not (still or getattr(module, "gradient_checkpointing", False))
         # other generators draw numbers, and continue afterwards as before
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic({}):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), Deterministic():
             yield
     finally:
         runs.state = state
@@ -393,15 +381,13 @@ def _head(runs: TrialRuns, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear
 
 def _routers(runs: TrialRuns, labels: Tensor) -> str:
     """Why `output_router_logits` cannot be served of a mixture of experts, or ""."""
-    model, at, few, asked = runs.model, runs.at, runs.few, {ASKED: True}
+    model, at, asked = runs.model, runs.at, {ASKED: True}
     try:
-        out, some = runs.on_all(**asked), runs.on_few(**asked)
-        logits = out.get(LOGITS)
-        if logits is None:
+        out = runs.on_all(**asked)
+        if out.get(LOGITS) is None:
             return ""
-        for one, other in zip(logits, some[LOGITS], strict=True):
-            if not runs.close(one.reshape(TOKENS, -1)[few], other.reshape(len(few), -1)):
-                return "its router logits are not those of each token"
+        if how := runs.mixing([LOGITS], **asked):
+            return f"its router logits are not those of each token: {how}"
         if out.get(LOSS) is None:
             return ""
         late = runs(runs.ids, attention_mask=(at >= 3).long()[None], **asked)

@@ -11,26 +11,26 @@ class NoWeights(NotImplementedError):
 
 
 def check_weights(model: PreTrainedModel) -> None:
-    """Raise NoWeights for a model with empty weights."""
+    """Raise NoWeights for a model with embeddings that tell no tokens apart."""
     for name, module in model.named_modules():
         # an embedding of two rows or fewer is of token types, which may be zero
-        if isinstance(module, nn.Embedding) and len(module.weight) > 2 and not module.weight.any():
-            raise _later(model, f"{name}.weight is 0 everywhere")
+        if isinstance(module, nn.Embedding) and len(module.weight) > 2:
+            if not bool(module.weight.isfinite().all()):
+                raise _later(model, f"{name}.weight has infinities or NaN")
+            if bool((module.weight == module.weight[-1]).all()):
+                raise _later(model, f"{name}.weight is the same for every token")
 
 
 def check_shown(model: PreTrainedModel, apart: Tensor, together: Tensor) -> None:
     """Raise NoWeights if a trial showed nothing. Rows [1, T, n]: each token alone, and all in one document."""
     if not (apart.isfinite().all() and together.isfinite().all()):
         raise _later(model, "it gives infinities or NaN for a few tokens")
-    if (apart == apart[:, :1]).all():
-        raise _later(model, "it gives equal results for different tokens")
     if apart.equal(together):
         raise _later(model, "its attention changes nothing")
 
 
 def _later(model: PreTrainedModel, what: str) -> NoWeights:
     return NoWeights(
-        f"parallelize({type(model).__name__}): {what}, "
-        "as if its weights were not loaded yet, so a trial shows nothing; "
+        f"parallelize({type(model).__name__}): {what}, as if its weights were not loaded yet; "
         "load or initialise the weights, then call parallelize"
     )
