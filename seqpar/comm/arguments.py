@@ -49,7 +49,7 @@ def check_descriptors(name: str, count: int) -> None:
         raise RuntimeError(
             f"{name}: this process can open {len(opened)} more files, a comm takes up to {count} "
             f"({error.strerror}); raise `ulimit -n` or close some"
-        ) from error
+        ) from None
     finally:
         for file in opened:
             os.close(file)

@@ -178,6 +178,7 @@ class GroupChannel(ProcessChannel):
 
     def failed(self, doing: str, peer: int, error: RuntimeError, hint: str = "") -> PeerError:
         """The error for one of gloo's while `doing` something that waits for `peer`. hint: of the exchange's tag."""
+        log.debug("rank %d: gloo, %s: %s", self.rank, doing, error)
         timed_out = _timed_out(error)
         what = f"waited {self.timeout:g} s for" if timed_out else "lost the connection to"
         if not timed_out:
@@ -192,6 +193,7 @@ class GroupChannel(ProcessChannel):
 
     def interrupted(self, doing: str, error: RuntimeError) -> PeerError:
         """The error for one of NCCL's while `doing` something that waits for all ranks."""
+        log.debug("rank %d: NCCL, %s: %s", self.rank, doing, error)
         if not _timed_out(error):
             self.fail(f"{doing}: {str(error).splitlines()[0]}", grace=1.0)
         elif not self.look():
@@ -246,7 +248,7 @@ def _twin(store: Any, rank: int, size: int, timeout: float) -> Any:
             f"gloo, which carries the control messages, has no connection from host {_resolved()}: "
             f"{str(error).splitlines()[0]}; set GLOO_SOCKET_IFNAME on every host to the network interface that the "
             "other hosts reach"
-        ) from error
+        ) from None
 
 
 def _resolved() -> str:

@@ -107,7 +107,7 @@ class GlooWork(WorkBase[GroupChannel]):
                 for n, x in enumerate(apart, number):
                     later.append(_GlooMessage(twin.send([x], peer, n), peer, x))
         except RuntimeError as error:
-            raise channel.failed(f"posting {describe(tag)}", peer, error, tag.hint) from error
+            raise channel.failed(f"posting {describe(tag)}", peer, error, tag.hint) from None
         finally:
             self._messages += later  # kept if a work that could not be posted is dropped
 
@@ -123,7 +123,7 @@ class GlooWork(WorkBase[GroupChannel]):
                 try:
                     message.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
                 except RuntimeError as error:
-                    raise channel.failed(f"in {describe(self._tag)}", message.peer, error, self._tag.hint) from error
+                    raise channel.failed(f"in {describe(self._tag)}", message.peer, error, self._tag.hint) from None
                 if message.expected:
                     self._land(message)
         finally:

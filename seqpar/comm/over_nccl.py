@@ -79,7 +79,7 @@ class _Collective(WorkBase[GroupChannel]):
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise channel.interrupted(f"in {describe(self._tag)}", error) from error
+            raise channel.interrupted(f"in {describe(self._tag)}", error) from None
         finally:
             channel.interrupt.end(listened)
         if channel.cause is not None:

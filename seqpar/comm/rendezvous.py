@@ -118,7 +118,7 @@ class Rendezvous:
                 f"{self._name}: rank {self._rank} lost the store of the group while it waited for the other ranks: the "
                 "process that holds it has ended, which is rank 0 unless a launcher keeps the store "
                 f"({str(error).splitlines()[0]})"
-            ) from error
+            ) from None
 
     def _missed(self, missing: list[int], seconds: float) -> PeerError:
         return PeerError(

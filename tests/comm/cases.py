@@ -500,7 +500,11 @@ def dies(comm, how):
         work = comm.exchange({}, {0: [x]}, tag=tag(9))
         os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
         work.wait()
-    comm.exchange({}, {(comm.rank - 1) % comm.size: [x]}, tag=tag(9)).wait()
+    try:
+        comm.exchange({}, {(comm.rank - 1) % comm.size: [x]}, tag=tag(9)).wait()
+    except PeerError as error:  # a traceback shows it alone, without gloo's own
+        assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+        raise
 
 
 class NeverCompletes:

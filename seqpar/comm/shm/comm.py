@@ -163,7 +163,7 @@ class ShmChannel(ProcessChannel):
             raise RuntimeError(
                 f"ShmComm: rank {self.rank} of {self.size} with pool_bytes={pool_bytes}: {error}; give a smaller "
                 "pool_bytes where address space is short, or use GroupComm where ranks are of several users"
-            ) from error
+            ) from None
 
     @property
     def cause(self) -> tuple[int, str] | None:
