@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/recipes/qwen3_next.py --small          # 2 CPU ranks: a tiny Qwen3-Next
 
 Attention exchanges keys. Recurrent layers pass their states from rank to rank, and convolutions a few rows. On GPUs
-install flash-linear-attention, whose kernels compute the recurrences (`pip install '.[flash]'`).
+install flash-linear-attention, whose kernels compute the recurrences.
 
 No rank can hold the model, so it is made without weights and sharded by FSDP2. Then rank 0 loads the weights on its
 host (320 GB in float32) and broadcasts them, one after the other.
