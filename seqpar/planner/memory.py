@@ -1,4 +1,4 @@
-"""Bytes of a training step on a rank, at the moments when they are most.
+"""Bytes of a training step on a rank, at each moment that can be its peak.
 
     loss        all layers' activations, the head's gradient, and a chunk of logits with its gradient
     head        the backward of the head: its gradient is scaled, cast and summed
@@ -8,7 +8,7 @@
     step        the whole state
 
 Which of them is the peak depends on the rows: activations grow with rows, state and gathered weights do not. Without a
-`Training` only buffers, activations and a layer's weights count.
+`Training`, only buffers, activations and the weights of two layers count.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class Training:
                 raise ValueError(
                     f"Training {name} must be one of {', '.join(DTYPE_BYTES)}, got {getattr(self, name)!r}"
                 )
+        if type(self.fused_norms) is not bool:
+            raise ValueError(f"Training fused_norms must be True or False, got {self.fused_norms!r:.60}")
         integer("Training state_bytes", self.state_bytes, DTYPE_BYTES[self.reductions])
         if self.shards is not None:
             integer("Training shards", self.shards, 1)

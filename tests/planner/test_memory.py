@@ -90,6 +90,7 @@ def test_the_rows_that_fit_are_the_most(rows: int, recompute: str) -> None:
         (lambda: Training(state_bytes=3), "state_bytes"),
         (lambda: Training(state_bytes=2.5), "state_bytes"),
         (lambda: Training(shards=0), "shards"),
+        (lambda: Training(fused_norms=3), "fused_norms must be True or False"),
         (lambda: Training(reshard=0), "reshard"),
         (lambda: Training(shards=8, reshard=3), "reshard=3 is no divisor of the 8 shards"),
         (lambda: Training(weights="int3"), "weights must be one of"),
