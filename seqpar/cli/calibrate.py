@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from seqpar.planner import ModelShape
-    from seqpar.planner.fit import ExchangeTiming, Fit, LinearTiming
+    from seqpar.planner.calibration import ExchangeTiming, Fit, LinearTiming
 
 LONGEST = 1 << 15  # tokens of the longest document: all cases are in memory at once
 ROUNDS = 4  # of exchanges at most, while a fit fails
@@ -114,7 +114,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
     from seqpar.cli import measure
     from seqpar.launch import run_processes
     from seqpar.planner import Hardware
-    from seqpar.planner.fit import fit_attention
+    from seqpar.planner.calibration import fit_attention
     from seqpar.planner.hardware import p2p_channels
 
     seconds, each = (4.0, 0.01) if quick else (45.0, 0.05)
@@ -157,7 +157,7 @@ def measured(model: ModelShape, device: torch.device, *, ranks: int, quick: bool
 def _linear(model: ModelShape, device: torch.device, seconds: float) -> tuple[Fit[float], list[LinearTiming]]:
     """The fit of a layer without attention, and the measured rows."""
     from seqpar.cli import measure
-    from seqpar.planner.fit import fit_linear
+    from seqpar.planner.calibration import fit_linear
 
     seen, unseen = TOKENS[device.type]
     with progress("linear layers", seconds) as tick:
@@ -174,7 +174,7 @@ def _links(
     """
     from seqpar.cli import measure
     from seqpar.launch import run_processes
-    from seqpar.planner.fit import fit_link
+    from seqpar.planner.calibration import fit_link
 
     seen, unseen = SIZES[device.type]
     sizes = seen + unseen

@@ -21,7 +21,7 @@ from seqpar.comm.base import CompletedWork
 from seqpar.kernels import Score, call_spec, choose
 from seqpar.plan.steps import count
 from seqpar.planner import ModelShape
-from seqpar.planner.fit import AttentionTiming, ExchangeTiming, LinearTiming
+from seqpar.planner.calibration import AttentionTiming, ExchangeTiming, LinearTiming
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.planner import AttentionCost, Link
-from seqpar.planner.fit import (
+from seqpar.planner.calibration import (
     AttentionTiming,
     ExchangeTiming,
     LinearTiming,
