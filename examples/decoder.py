@@ -60,6 +60,13 @@ class Norm(nn.Module):
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, 1e-6).to(x.dtype)
 
 
+def rotations(positions: Tensor, c: Config, dtype: torch.dtype) -> Tensor:
+    """Angles ``[T, D/2]`` by which rows at these positions are rotated."""
+    # double, so that far positions rotate by the right angle
+    frequency = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
+    return (positions.double()[:, None] * frequency).to(dtype)
+
+
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the pair ``(d, d + D/2)`` of each head of x ``[T, H, D]`` by ``angles [T, D/2]``."""
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -105,10 +112,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits of packed rows, which may be in any order. positions: inside each document."""
-        c = self.config
-        # double, so that far positions rotate by the right angle
-        frequency = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
-        angles = (positions.double()[:, None] * frequency).to(self.embedding.dtype)
+        angles = rotations(positions, self.config, self.embedding.dtype)
         x = F.embedding(tokens, self.embedding).to(self.dtype)
         for block in self.blocks:
             x = block(x, angles, attend)

@@ -60,6 +60,12 @@ def test_a_method_agrees_with_dense_attention(name: str, ranks: int, programs: P
             assert re.search(rf"rank {rank} of 2, .* received {received:,} bytes", text)
 
 
+def test_a_pipeline_of_two_stages_agrees_with_one_process(programs: Programs, tmp_path: Path) -> None:
+    printed = programs.ranks(4, EXAMPLES / "pipeline.py", tmp_path)
+    assert all(re.match(rf"PASS: stage {n // 2}, rank {n % 2} of 2, ", text) for n, text in enumerate(printed))
+    assert not any("Warning" in path.read_text() for path in tmp_path.glob("*.err"))
+
+
 @pytest.mark.parametrize(
     "flags",
     [
