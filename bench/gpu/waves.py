@@ -1,0 +1,230 @@
+"""Simulated times of attention launches on an H200: programs in the order of their table, each on the first free slot.
+
+    python -m bench.gpu.waves                       # modelled beside recorded; the use of the device by dk and dv
+
+A program takes a fixed time, and a time for each tile that it visits. Its visits are read from the table of the launch,
+so no GPU is needed. A multiprocessor has a slot for one program of 8 warps, or two for 4 warps; a program whose
+neighbour has ended, with none left to start, is faster by ``alone``.
+
+Times are fitted to rows of `bench/results/gpu.jsonl`, at head dim 128 in bf16 on Triton 3.6: `FORWARD` and `PROGRAM` to
+slices `accumulate` and `forward`, `DQ` and `DKDV` to slice `backward`, ``alone`` to the window with sinks of slice
+`trees`. The rows do not say how the full visits of a backward are shared between dq and dkdv. The instructions of a
+warp by visit, as compiled for 9.0, share them: 289 and 647, at the rate of forward's 557. What it leaves out: caches,
+clocks that fall under load, the order of programs on a device, and launches before and after.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.gpu import trees
+from bench.gpu.calls import facts_of
+from bench.gpu.rows import Row, read
+from bench.gpu.speed import setups
+from bench.lib import lengths
+from seqpar import Mask
+from seqpar.kernels import StepFacts
+from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure, parts
+from seqpar.kernels.triton.tables import key_table, query_table
+
+RECORDED = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
+PROCESSORS = 132  # of an H200
+LAUNCH = 3.0  # microseconds of a launch besides its programs
+Costs = NDArray[np.float64]  # microseconds by program, in the order of launch
+
+
+class Kernel(NamedTuple):
+    """Microseconds of a kernel's programs.
+
+    full, masked, skipped: of a visit, and of a tile in range that is not visited. program: the fixed part. alone: time
+    on a multiprocessor without a neighbour, over that with one.
+    """
+
+    config: LaunchConfig
+    full: float
+    masked: float
+    program: float
+    skipped: float = 0.0
+    alone: float = 1.0
+
+
+def _shipped(direction: str) -> LaunchConfig:
+    return configure(Descriptor(direction, 128, 128, 2, 90))
+
+
+PROGRAM = {"plain": 7.0, "first": 8.2, "accumulating": 11.2, "last": 10.4}  # of a forward, by what it does with sums
+FORWARD = Kernel(_shipped("forward"), full=2.0, masked=4.1, program=PROGRAM["plain"])
+DQ = Kernel(_shipped("dq"), full=1.0, masked=3.0, program=11.0)
+DKDV = Kernel(_shipped("dkdv"), full=2.27, masked=3.6, program=18.0, skipped=0.2, alone=0.6)
+# The tiles of dkdv when the tree was raced with packed documents: one program a multiprocessor. Only the ratio counts.
+RACED = DKDV._replace(config=LaunchConfig(64, 128, 8, 2), alone=1.0)
+
+
+def makespan(costs: Costs, kernel: Kernel) -> float:
+    """Microseconds until all programs have ended."""
+    each = max(1, 8 // kernel.config.warps)
+    free = [(0.0, slot) for slot in range(PROCESSORS * each)]
+    for cost in costs.tolist():
+        end, slot = free[0]
+        heapq.heapreplace(free, (end + cost, slot))
+    ends = np.array([end for end, _ in sorted(free, key=lambda x: x[1])]).reshape(each, PROCESSORS)
+    ends.sort(axis=0)
+    return float((ends[0] + (ends[-1] - ends[0]) * kernel.alone).max())
+
+
+def use(launches: Sequence[Costs], kernel: Kernel) -> float:
+    """The time that launches would take if all slots were busy until the end, over the time that they take."""
+    slots = PROCESSORS * max(1, 8 // kernel.config.warps)
+    return sum(float(x.sum()) / slots for x in launches) / sum(makespan(x, kernel) for x in launches)
+
+
+def of_queries(facts: StepFacts, kernel: Kernel, heads: int) -> Costs:
+    """The programs of forward or dq."""
+    table, tiles = query_table(facts, kernel.config)
+    _, _, begin, full_begin, full_end, end, *_ = table[:tiles].numpy().astype(np.int64).T
+    full = full_end - full_begin
+    return np.repeat(full * kernel.full + (end - begin - full) * kernel.masked + kernel.program, heads)
+
+
+def of_keys(facts: StepFacts, kernel: Kernel, kv_heads: int, group: int) -> Costs:
+    """The programs of dkdv."""
+    table, queries, _, _, work = key_table(facts, kernel.config)
+    split = parts(len(table) * kv_heads, work * group, PROCESSORS)
+    first, _, begin, end = queries.numpy().T
+    at, costs = facts.pos.numpy()[first], []
+    for j, q_begin, full_begin, full_end, q_end, *_ in table.tolist():
+        tile = np.r_[q_begin:full_begin, full_end:q_end]
+        visited = (begin[tile] <= j) & (j < end[tile])
+        if facts.until is not None:
+            visited &= at[tile] < int(facts.until[j * kernel.config.bn : (j + 1) * kernel.config.bn].max())
+        visited, full = np.tile(visited, group), (full_end - full_begin) * group
+        for part in range(split):
+            a, b = (len(visited) * n // split for n in (part, part + 1))
+            masked = int(visited[a:b].sum())
+            visits = (full * (part + 1) // split - full * part // split) * kernel.full + masked * kernel.masked
+            costs.append(visits + (b - a - masked) * kernel.skipped + kernel.program)
+    return np.tile(costs, kv_heads)
+
+
+def facts(mask: Mask) -> list[StepFacts]:
+    """The step of all queries and keys, band by band."""
+    return facts_of(mask, np.arange(mask.kv_tokens), torch.device("cpu"))
+
+
+def forward(mask: Mask, heads: int, kernel: Kernel = FORWARD) -> float:
+    """Modelled milliseconds."""
+    return sum(makespan(of_queries(x, kernel, heads), kernel) + LAUNCH for x in facts(mask)) / 1e3
+
+
+def backward(mask: Mask, heads: int, kv_heads: int, dkdv: Kernel = DKDV) -> float:
+    """Modelled milliseconds of dq, and of dk and dv."""
+    of_dkdv = sum(makespan(of_keys(x, dkdv, kv_heads, heads // kv_heads), dkdv) + LAUNCH for x in facts(mask))
+    return forward(mask, heads, DQ) + of_dkdv / 1e3
+
+
+class Modelled(NamedTuple):
+    """A recorded figure beside the modelled one: milliseconds, or the ratio of a race."""
+
+    case: str
+    mode: str
+    recorded: float
+    modelled: float
+
+    @property
+    def error(self) -> float:
+        """Modelled over recorded, less 1."""
+        return self.modelled / self.recorded - 1
+
+
+def accumulated(rows: list[Row]) -> Iterator[Modelled]:
+    """Slice `accumulate`: launches as rings have them."""
+    for row in rows:
+        if row["slice"] == "accumulate":
+            queries, keys = (int(word) for word in row["case"].split() if word.isdigit())
+            mask, kernel = (
+                Mask([queries], causal=False, kv_lengths=[keys]),
+                FORWARD._replace(program=PROGRAM[row["mode"]]),
+            )
+            yield Modelled(row["case"], row["mode"], row["ms"], forward(mask, 32, kernel))
+
+
+def single(rows: list[Row], names: Sequence[str]) -> Iterator[Modelled]:
+    """Slices `forward` and `backward` at 16 heads of 128, the masks with these names."""
+    calls = {str(s): s for s, _ in setups(False) if s.dim == 128 and s.heads == 16}
+    for row in rows:
+        s = calls.get(row["case"])
+        if row["slice"] in ("forward", "backward") and row["kernel"] == "triton" and s is not None and s.name in names:
+            heads = s.heads, s.kv_heads
+            ms = backward(s.mask(), *heads) if row["slice"] == "backward" else forward(s.mask(), heads[0])
+            yield Modelled(row["case"], row["slice"], row["ms"], ms)
+
+
+def raced(rows: list[Row]) -> Iterator[Modelled]:
+    """Slice `trees`: how much faster a tree is than a document for each of its answers."""
+    prompt, *answers = trees.setups(False)[0].lengths
+    tree, packed = Mask.shared_prefix([(prompt, answers)]), Mask([prompt + answer for answer in answers])
+    modelled = {
+        "forward": forward(packed, 32) / forward(tree, 32),
+        "backward": backward(packed, 32, 8, RACED) / backward(tree, 32, 8, RACED),
+    }
+    for row in rows:
+        if row["slice"] == "trees" and row["mode"] == "prompt for each answer":
+            direction = row["case"].split(", ")[-1]
+            yield Modelled("tree : packed", direction, row["ratio"], modelled[direction])
+
+
+def windowed(rows: list[Row]) -> Iterator[Modelled]:
+    """Slice `trees`: the window with sinks."""
+    setup = trees.setups(False)[1]
+    for row in rows:
+        if row["slice"] == "trees" and row["kernel"] == "triton" and row["case"].startswith(setup.name) and "ms" in row:
+            back = row["mode"] != "forward"
+            ms = backward(setup.mask(), 32, 8) if back else forward(setup.mask(), 32)
+            yield Modelled(str(setup), "backward" if back else "forward", row["ms"], ms)
+
+
+def masks() -> dict[str, Mask]:
+    """Masks whose dk and dv are simulated."""
+    tree, sinks = (setup.mask() for setup in trees.setups(False))
+    made = {
+        "causal 4,096": Mask([4096]), "causal 16,384": Mask([16384]), "causal 65,536": Mask([65536]),
+        "full 8,192": Mask([8192], causal=False), "window 1,024": Mask([16384], window=(1024, None)),
+        "window 128": Mask([16384], window=(128, None)), "prompt and answers": tree, "window and sinks": sinks,
+        "window 1,024, 64 sinks": Mask([16384], window=(1024, None), sink_tokens=64),
+        "prompt 8,192, 16 answers": Mask.shared_prefix([(8192, [1024] * 16)]),
+        "16 prompts": Mask.shared_prefix([(1024, [512] * 8)] * 16),
+        "one long answer": Mask.shared_prefix([(512, [16384, *[512] * 7])]),
+    }  # fmt: skip
+    return made | {f"packed {name}": Mask(lengths.packed(name, 32768)) for name in lengths.NAMES}
+
+
+def main() -> int:
+    """Print both tables."""
+    import rich
+    from rich.table import Table
+
+    rows, table = read(RECORDED), Table("case", "mode", "recorded", "modelled", "error")
+    names = {setup.name for setup, _ in setups(False)}
+    for found in (accumulated(rows), single(rows, sorted(names)), raced(rows), windowed(rows)):
+        for x in found:
+            table.add_row(x.case, x.mode, f"{x.recorded:.4g}", f"{x.modelled:.4g}", f"{x.error:+.1%}")
+    rich.print(table)
+    heads = (1, 2, 4, 8)
+    table = Table("dk and dv: the device in use", *(f"{n} key heads" for n in heads))
+    for name, mask in masks().items():
+        steps = facts(mask)
+        table.add_row(name, *(f"{use([of_keys(x, DKDV, n, 4) for x in steps], DKDV):.2f}" for n in heads))
+    rich.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
