@@ -8,8 +8,8 @@ the blocks before it hold. Memory is therefore a limit on every prefix::
            held[0, o_0] + ... + held[N - 1, o_(N-1)]                   <= limits[N]     at the loss
 
 `optimum` is exact: dynamic programming over the pairs (bytes held, seconds) of which none is better in both. What
-cannot beat a known choice is dropped by a Lagrangian bound: any choice for the blocks to come that holds at most b bytes
-takes at least ``sum of min_o (seconds + price * held) - price * b``, for every price of a byte.
+cannot beat a known choice is dropped by a Lagrangian bound: any choice for the blocks to come that holds at most b
+bytes takes at least ``sum of min_o (seconds + price * held) - price * b``, for every price of a byte.
 """
 
 from __future__ import annotations
