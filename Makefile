@@ -34,7 +34,7 @@ test: $(READY) $(TIMM)
 quick: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
-# before a release: the suite and the table of architectures with the newest releases, or with the lowest versions that
+# before a release: the suite and the tables of models with the newest releases, or with the lowest versions that
 # pyproject.toml names, in a folder of their own; each downloads several GB, and the lowest need Python 3.10 or 3.11.
 # pyarrow, of trl, needs NumPy 2 since 26, and its wheels do not say so.
 newest oldest:
@@ -43,6 +43,7 @@ newest oldest:
 	$(if $(filter oldest,$@),grep -oE '[a-z-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed -E 's/\[.*\]//; s/>=/==/; $$a pyarrow<26') > .venv-$@/versions
 	PIP_CONSTRAINT=/dev/null $(MAKE) test VENV=.venv-$@ CONSTRAINTS=.venv-$@/versions EXTRAS=test
 	.venv-$@/bin/python -m bench.cpu.architectures --show
+	.venv-$@/bin/python -m bench.cpu.diffusion --show
 
 exhaustive: $(READY) $(OLDEST_TRITON) $(TIMM)
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "(exhaustive or hypothesis) and not binaries" --timeout 0 --hypothesis-profile=search $(ARGS)

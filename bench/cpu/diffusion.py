@@ -1,0 +1,110 @@
+"""Tries transformers of diffusers on 2 and 3 ranks: output and every gradient beside those of one process, in fp64.
+
+python -m bench.cpu.diffusion                     # a small model of every class, to bench/results/diffusion.json
+python -m bench.cpu.diffusion Flux Wan            # classes with such names, to the terminal alone
+python -m bench.cpu.diffusion --show              # all of them, to the terminal alone, as for another release
+python -m bench.cpu.diffusion --checkout PATH     # the configs that tests of a checkout of diffusers have
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.utils import logging
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from bench.lib import records
+from tests.integrations.diffusers_classes import TABLE, classes, made
+from tests.integrations.diffusers_verdicts import FIT, SETTINGS, Case, said, verdict
+
+RESULTS = Path(__file__).parents[1] / "results/diffusion.json"
+
+
+def of_checkout(path: Path) -> Iterator[tuple[str, Case]]:
+    """Name and case of each config of a model's own tests in a checkout of diffusers."""
+    sys.path.insert(0, str(path))
+    os.environ.setdefault("DIFFUSERS_TEST_DEVICE", "cpu")
+    for file in sorted(path.glob("tests/models/transformers/test_models_*.py")):
+        try:
+            module = importlib.import_module(f"tests.models.transformers.{file.stem}")
+        except Exception as error:
+            print(f"{file.stem}: not imported, {said(error)}")
+            continue
+        for name, config in vars(module).items():
+            if inspect.isclass(config) and config.__module__ == module.__name__ and name.endswith("TesterConfig"):
+                yield f"{file.stem.removeprefix('test_models_')}:{name}", partial(_configured, config)
+
+
+def _configured(config: type[Any], samples: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and inputs of a tester's config, with random weights, in fp64. samples: where the config takes some."""
+    tester = config()
+    torch.manual_seed(0)
+    model = tester.model_class(**tester.get_init_dict()).double().eval()
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    takes = "batch_size" in inspect.signature(tester.get_dummy_inputs).parameters
+    inputs = tester.get_dummy_inputs(**{"batch_size": samples} if takes else {})
+    return model, tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+
+
+def row(make: Case) -> dict[str, list[str]]:
+    """Verdict -> the settings in which it is that. What is refused in one is not tried in others."""
+    found: dict[str, list[str]] = {}
+    for setting in SETTINGS:
+        result = verdict(make, setting)
+        found.setdefault(result, []).append(str(setting))
+        if result.startswith("refused"):
+            break
+    return found
+
+
+def kind(found: dict[str, list[str]]) -> str:
+    """A row in a word: its worst."""
+    words = {result.partition(":")[0].partition(" ")[0] for result in found}
+    return next((word for word in ("WRONG", "CRASHED", "refused", "exact") if word in words), "alone")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help="parts of names of classes")
+    parser.add_argument("--show", action="store_true", help="write nothing, and fail where one is wrong")
+    parser.add_argument("--checkout", type=Path, help="a checkout of diffusers, whose tests have other configs")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    here = classes()
+    cases: Iterator[tuple[str, Case]] = ((name, partial(made, name)) for name in TABLE if name in here)
+    if args.checkout:
+        cases = of_checkout(args.checkout)
+    rows: dict[str, dict[str, list[str]]] = {}
+    for name, make in cases:
+        if not args.names or any(part in name for part in args.names):
+            rows[name] = row(make)
+            for result, settings in rows[name].items():
+                few = "" if len(settings) == len(SETTINGS) else f" ({'; '.join(settings)})"
+                print(f"{name:44}{result:.300}{few}", flush=True)
+    counts = Counter(map(kind, rows.values()))
+    print(f"{len(rows)} of {len(here)}: {', '.join(f'{number} {word}' for word, number in counts.most_common())}")
+    if args.show or args.checkout or args.names:
+        parser.exit(bool(counts.keys() - set(FIT)))
+    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
+    records.write(RESULTS, {"versions": versions, "classes": len(here), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Every class of diffusers' transformers on several ranks: equal to one process, or refused by name.
+
+CI runs a part of the settings, `make exhaustive` all of them, and ``python -m bench.cpu.diffusion`` makes the table.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.integrations.diffusers_classes import TABLE, classes, made
+from tests.integrations.diffusers_verdicts import FIT, SETTINGS, Setting, verdict
+
+HERE = [name for name in TABLE if name in classes()]  # an older release has fewer
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.sampled(8)
+def test_a_class_is_exact_or_refused_by_name(name: str, setting: Setting) -> None:
+    found = verdict(partial(made, name), setting)
+    assert found.startswith(FIT), found
+
+
+def test_the_table_has_all_classes_but_a_few() -> None:
+    assert len(HERE) >= len(classes()) - 1
