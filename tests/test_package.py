@@ -130,7 +130,7 @@ ORDER = {
         softmax reference blockwise native
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
-        preference
+        first_use preference
         recurrent/protocol recurrent/reference recurrent/chunked recurrent/steps recurrent/native
         recurrent/fla
         recurrent __init__

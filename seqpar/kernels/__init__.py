@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from seqpar.kernels.blockwise import Blockwise
-from seqpar.kernels.preference import KERNELS, VENDORS, available, choose, explain, order
+from seqpar.kernels.preference import KERNELS, VENDORS, available, choose, explain, faulty, order
 from seqpar.kernels.protocol import (
     CallSpec,
     Grads,
@@ -19,5 +19,5 @@ from seqpar.kernels.softmax import merge
 
 __all__ = [
     "KERNELS", "VENDORS", "Blockwise", "CallSpec", "Grads", "Kernel", "Operands", "Score", "StepFacts", "Sums",
-    "acc_dtype", "available", "call_spec", "choose", "explain", "merge", "order",
+    "acc_dtype", "available", "call_spec", "choose", "explain", "faulty", "merge", "order",
 ]  # fmt: skip

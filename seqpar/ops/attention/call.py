@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -91,14 +91,16 @@ class PartRecipe:
 class Recipe:
     """A call's plan and signature, worked out for one rank: once, for all layers and both directions.
 
-    acc: the accumulation dtype. backward_steps: the steps, widest part first. keys: of the plan and the signature,
-    under which ranks remember that they agreed. rows: of this rank's queries and keys. widths: the parts' recipes, by
-    their Ulysses width. stamp: of the plan and what else results depend on. slot, entry_slot: elements of the largest
-    buffer of received keys, and of keys that enter a node. alone: the rank computes its rows in one step from its own
-    keys, without a schedule or an exchange. trades: whether any heads are traded.
+    kind: the key under which ranks remember the kernels that "auto" passes over; None if no machine matters. acc: the
+    accumulation dtype. backward_steps: the steps, widest part first. keys: of the plan and the signature, under which
+    ranks remember that they agreed. rows: of this rank's queries and keys. widths: the parts' recipes, by their Ulysses
+    width. stamp: of the plan and what else results depend on. slot, entry_slot: elements of the largest buffer of
+    received keys, and of keys that enter a node. alone: the rank computes its rows in one step from its own keys,
+    without a schedule or an exchange. trades: whether any heads are traded.
     """
 
     kernel: Kernel
+    kind: int | None
     acc: torch.dtype
     facts: Mapping[str, object]
     keys: tuple[int, int]
@@ -115,8 +117,8 @@ class Recipe:
     trades: bool
 
 
-def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
-    """The recipe of a call.
+def recipe_of(plan: Plan, rank: int, signature: Signature, passed_over: Collection[str] = ()) -> Recipe:
+    """The recipe of a call. passed_over: kernels that "auto" must not take.
 
     Raises: ValueError for an unknown kernel; NotImplementedError if no kernel can do the call, and for ALiBi where keys
     end early.
@@ -127,8 +129,12 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
             f"alibi_slopes: keys of {plan.mask!r} end early, and places in the batch are not distances along a path; "
             "leave the slopes out, and turn q and k by the angles of plan.rope_positions(rank)"
         )
-    kernel = choose(s.kernel, s.spec(plan))
-    facts = s.facts(kernel.name)
+    spec = s.spec(plan)
+    kernel = choose(s.kernel, spec, passed_over)
+    # what "auto" takes on CUDA depends on the machine, so ranks agree on it separately
+    local = s.kernel == "auto" and spec.device == "cuda" and plan.ranks > 1
+    facts = s.facts("auto" if local else kernel.name)
+    conditions = {"merges": spec.merges, "few_shapes": spec.few_shapes, "until": spec.until}
     whole = {"plan": plan_fact(plan), **facts}
     row_bytes = plan.row_bytes(s.heads, s.kv_heads, s.dim, s.v_dim, s.dtype.itemsize)
     steps = plan.steps(rank, row_bytes=row_bytes)
@@ -139,6 +145,7 @@ def recipe_of(plan: Plan, rank: int, signature: Signature) -> Recipe:
     size = {width: part.key_heads * (s.dim + s.v_dim) for width, part in widths.items()}  # elements of a row
     return Recipe(
         kernel=kernel,
+        kind=digest_of_call("kernels of attention", {**facts, **conditions}) if local else None,
         acc=acc_dtype(s.dtype),
         facts=whole,
         keys=(plan_key(plan), digest_of_call("attention", facts)),

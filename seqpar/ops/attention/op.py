@@ -21,13 +21,13 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
-from seqpar.kernels import acc_dtype
+from seqpar.kernels import acc_dtype, faulty
 from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, prepare, recipe_of
 from seqpar.ops.attention.rows import leading, near
 from seqpar.ops.attention.schedule import backward, forward
 from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
-from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
+from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, gathering, remember
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls, unneeded
 from seqpar.ops.core.device import current_device_of, no_autocast
 from seqpar.ops.core.precompute import recent_attention
@@ -76,12 +76,41 @@ def _agreed(
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
+    if recipe.kind is not None:
+        recipe = _usable(recipe, plan, comm, signature)
     number = comm.next_call()
     # a comm and its subs share stats; numbers as text, since Python's hashes of -1 and -2 are the same
     stamp = hash((recipe.stamp, str(seed), id(comm.stats), comm.rank))
     check_repetition("attention", comm, stamp)
     log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
     return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
+
+
+def _usable(recipe: Recipe, plan: Plan, comm: Comm, signature: Signature) -> Recipe:
+    """The recipe with the kernel of all ranks: one that failed its first check on some rank is passed over on all.
+
+    A collective in the first call of a kind. Raises: ValueError if the ranks' GPUs have different best kernels.
+    """
+    assert recipe.kind is not None
+    known: Any = comm.agreed.get(recipe.kind)
+    passed_over: frozenset[str] = known or frozenset()
+
+    def without() -> Recipe:
+        key = (comm.rank, signature, passed_over)
+        return plan.memo(key, lambda: recipe_of(plan, comm.rank, signature, passed_over)) if passed_over else recipe
+
+    while known is None:  # the next kernel may fail on another rank, so until no rank has news
+        with gathering("attention", comm) as kernels:
+            name = without().kernel.name
+            kernels.own = name, list(faulty(signature.spec(plan)))
+        names, failed = zip(*kernels.every, strict=True)
+        every = passed_over.union(*failed)
+        if every == passed_over:
+            if len(set(names)) > 1:
+                comm.agree("attention", {"kernel": name})  # raises, and names the ranks
+            remember(comm, recipe.kind, known=(known := passed_over))
+        passed_over = every
+    return without()
 
 
 def _first(plan: Plan, comm: Comm, signature: Signature) -> Recipe:
