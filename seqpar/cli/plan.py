@@ -97,7 +97,7 @@ def add_command(commands: Any) -> None:
     )
     planner.add_argument(
         "--recompute",
-        choices=("none", "attention", "full"),
+        choices=("none", "attention", "keep-attention", "full", "tiled"),
         help="activations recomputed in backward (default: as few as memory allows)",
     )
     planner.add_argument(

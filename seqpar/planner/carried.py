@@ -174,7 +174,7 @@ class RecurrentWeights:
         assert shape.recurrent is not None
         device = "cpu" if hardware.kernel == "native" else "cuda"
         layer, layers = shape.recurrent.bytes(shape.dtype, device=device), shape.recurrent_layers
-        repeated = shape.recompute in ("attention", "full")
+        repeated = shape.recompute != "none"
         # backward computes the forward's products again, and then two for each of them
         operation = (5 if repeated else 4) / hardware.linear_rate / second
         passes = layers * (3 if repeated else 2)

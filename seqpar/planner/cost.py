@@ -101,7 +101,7 @@ class Weights:
         a = hardware.attention
         pair = shape.pair_flops / a.rate
         second = pair / PAIR * 2.0**coarse
-        repeated = shape.recompute in ("attention", "full")
+        repeated = shape.attends_again
         back = 2.5 * shape.pair_flops / a.backward_rate + (pair if repeated else 0.0)
         # as many pairs together as cost about PAIR ticks; if one direction is much dearer, some thousand ticks in that
         # one
@@ -122,12 +122,11 @@ class Weights:
                 *(round(s / second) for s in (link.latency, *(b / rate for rate in rates for b in bytes_)))
             )
 
-        passes = 4 if shape.recompute == "full" else 3
         return cls(
             forward=direction(pair, 1),
             backward=direction(back, 2 if repeated else 1),
             # at least 1, so that no batch is free
-            row=max(1, round(passes * shape.linear_flops / hardware.linear_rate / second)),
+            row=max(1, round(shape.trained_flops / hardware.linear_rate / second)),
             label=round(3 * shape.head_flops / hardware.linear_rate / second),
             inside=wire(hardware.inside),
             across=wire(hardware.across),

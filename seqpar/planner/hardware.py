@@ -30,7 +30,7 @@ _RATE, _SECONDS, _PAIRS = (1.0, 1e30), (0.0, 1e6), (0.0, 1e12)
 RANGES = {
     "rate": _RATE, "backward_rate": _RATE, "linear_rate": _RATE, "bandwidth": _RATE, "latency": _SECONDS,
     "piece": _SECONDS, "stage": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
-    "hidden": (0.0, 1.0), "hop": _RATE,
+    "hidden": (0.0, 1.0), "hop": _RATE, "host": _RATE,
 }  # fmt: skip
 BACKWARD = 2.5  # forwards per backward of attention: five products instead of two
 
@@ -114,7 +114,8 @@ class Hardware:
     unmeasured assumptions, in words; both "" if unknown. linear_rate: achieved operations per second of linear layers,
     including everything around them. memory: bytes that a rank can use. reserve: the part of memory not for activations
     and fetched keys: weights, gradients, optimiser and the like. hidden: the fraction of an exchange's time, 0 to 1,
-    that overlaps with available computation.
+    that overlaps with available computation. host: bytes per second and direction between a rank and its host's memory;
+    the default is an assumption, less than the 31.5 GB/s of 16 lanes of PCIe 4.0.
 
     Raises ValueError unless sizes are integers and figures within `RANGES`.
     """
@@ -131,10 +132,11 @@ class Hardware:
     hidden: float = HIDDEN
     kernel: str = ""
     assumed: str = ""
+    host: float = 25e9
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _check(self, "linear_rate", "hidden")
+        _check(self, "linear_rate", "hidden", "host")
         for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= COUNT:
@@ -245,7 +247,7 @@ def _check_keys(cls: type[Any], data: object, what: str) -> None:
         raise ValueError(f"{what} must be a mapping, got {data!r}")
     known = {field.name: field for field in fields(cls)}
     unknown = sorted(set(data) - set(known))
-    optional = {"node", "reserve", "hidden", "kernel", "assumed", "hop", "channels"}
+    optional = {"node", "reserve", "hidden", "kernel", "assumed", "hop", "channels", "host"}
     missing = sorted(set(known) - set(data) - optional)
     if unknown or missing:
         found = [f"unknown keys {', '.join(unknown)}"] * bool(unknown) + [f"no {', '.join(missing)}"] * bool(missing)

@@ -4,6 +4,7 @@
     head        the backward of the head: its gradient is scaled, cast and summed
     last        the backward of the last layer, with the activations of all layers before it
     earlier     that of the layer before, while the last one's gradients are summed
+    turn        that of the last layer, or the first, of those that recompute by one policy, where there are two
     first       that of the first layer, where all gradients but its own are there
     step        the whole state
 
@@ -13,7 +14,7 @@ Which of them is the peak depends on the rows: activations grow with rows, state
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from seqpar.plan.traffic import DTYPE_BYTES
@@ -26,40 +27,84 @@ LOGITS = 1024  # rows of a chunk of the head
 # (`p2pnChannelsPerPeer`, 2 for an NVLink, at most 32): 7 peers take up to 0.94 GB once an exchange has reached them.
 BUFFER, CONNECTED = 4 << 20, 32
 SLACK = 32  # 1/32 of memory is left to the allocator's fragmentation
+# Logits, their logarithms of softmax and the gradients of both, where the loss takes all logits at once.
+LOGIT_BYTES = 12
 WORDS = {
     "loss": "at the loss", "head": "in the head's backward",
     "last": "in the last layer's backward", "earlier": "in a layer's backward",
-    "first": "in the first layer's backward", "step": "at the optimizer's step", "rows": "",
+    "turn": "in a layer's backward", "first": "in the first layer's backward", "step": "at the optimizer's step",
+    "rows": "", "host": "on the host",
 }  # fmt: skip
 
 
 class Moment(NamedTuple):
-    """Bytes of a rank at one moment of a step: ``fixed + row * rows``."""
+    """Bytes of a rank at one moment of a step, by kind, and ``row`` bytes of activations for each of its rows.
+
+    state: of the model. weights: gathered, with gradients that are being summed. head: logits and the head's gradient.
+    exchanged: keys on their way, buffers of the comm, and a tile.
+    """
 
     name: str
-    fixed: int
+    state: int
+    weights: int
+    head: int
+    exchanged: int
     row: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on rows."""
+        return self.state + self.weights + self.head + self.exchanged
+
+    def bytes(self, rows: int) -> int:
+        """Bytes of a rank with this many rows."""
+        return self.fixed + self.row * rows
+
+    def kinds(self, rows: int) -> dict[str, int]:
+        """Bytes by kind of a rank with this many rows."""
+        return {
+            "state": self.state, "weights": self.weights, "activations": self.row * rows, "head": self.head,
+            "exchanges": self.exchanged,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank: the largest of some moments, out of ``usable`` bytes. state: of them the model's, if counted."""
+    """Bytes of a rank: the largest of some moments, out of ``usable`` bytes. state: of them the model's, if counted.
+
+    host: bytes of the host's memory, out of ``usable_on_host``; no moment if none are used.
+    """
 
     moments: tuple[Moment, ...]
     usable: int
     state: int = 0
+    host: Moment | None = None
+    usable_on_host: int = 0
 
     @classmethod
     def of(
-        cls, shape: ModelShape, hardware: Hardware, stage_bytes: int, training: Training | None = None, ranks: int = 1
+        cls,
+        shape: ModelShape,
+        hardware: Hardware,
+        stage_bytes: int,
+        training: Training | None = None,
+        ranks: int = 1,
+        *,
+        first: tuple[int, str] = (0, "none"),
+        own_loss: bool = True,
     ) -> Memory:
         """The memory of a model on a machine. training: None leaves out the model's state. ranks: of the plan.
+
+        first: how many of the first layers recompute by another policy than the model's, and which; with a `Training`.
+        own_loss: whether the loss is `seqpar.train.linear_cross_entropy`; otherwise all logits are in memory at once.
 
         A row keeps its activations under the recompute policy, and in one layer at a time the accumulators of output
         and query gradient, or the products of a recurrence. Fixed: two stages of keys with their gradients, two layers'
         weights as FSDP gathers them, and a chunk of logits with its gradient; the states of a recurrent layer that pass
         along a document's ranks of one node, with their gradients. With NCCL a third stage of keys, which arrives while
         one waits, and NCCL's buffers for the peers of a node.
+
+        Raises: ValueError if something is kept on the host without bytes for it.
         """
         size, nccl = DTYPE_BYTES[shape.dtype], hardware.inside.channels is not None
         acc = max(4, size)
@@ -75,10 +120,24 @@ class Memory:
         if training is None:
             gathered = 2 * size * -(-shape.parameters // shape.layers)
             row = shape.activation_bytes + acc * working
-            return cls((Moment("rows", stages + buffers + gathered + logits + states, row),), usable)
-        moments = _moments(shape, training, ranks, logits=logits, exchanged=stages + states, accumulators=acc * working)
+            return cls((Moment("rows", 0, gathered, logits, stages + buffers + states, row),), usable)
+        count, policy = first
+        parts = [(count, replace(shape, recompute=policy)), (shape.layers - count, shape)]
+        runs = [_Run.of(part, layers, training, acc * working) for layers, part in parts if layers]
+        moments = _moments(shape, training, ranks, runs, logits=logits, exchanged=stages + states, own_loss=own_loss)
+        moments = [m._replace(exchanged=m.exchanged + buffers) for m in moments]
         state = _share(training.state_bytes * shape.parameters, training.over(ranks))
-        return cls(tuple(m._replace(fixed=m.fixed + buffers) for m in moments), usable, state)
+        inputs = size * shape.hidden * sum(run.layers for run in runs if run.offloads)
+        if (inputs or training.state_on_host) and not training.host_bytes:
+            raise ValueError(
+                "layers' inputs or the state on the host need bytes there: give Training(host_bytes=...), for a rank"
+            )
+        if not training.state_on_host:
+            host = Moment("host", 0, 0, 0, 0, inputs) if inputs else None
+            return cls(tuple(moments), usable, state, host, training.host_bytes)
+        host = Moment("host", state, 0, 0, 0, inputs)
+        moments = [m._replace(state=0) for m in moments if m.name != "step"]
+        return cls(tuple(moments), usable, 0, host, training.host_bytes)
 
     @property
     def fixed(self) -> int:
@@ -88,52 +147,91 @@ class Memory:
     @property
     def rows(self) -> int:
         """The most rows that fit a rank; 0 if none fit."""
-        if self.fixed > self.usable:
+        limits = [(m, self.usable) for m in self.moments]
+        if self.host is not None:
+            limits.append((self.host, self.usable_on_host))
+        if any(m.fixed > most for m, most in limits):
             return 0
-        return min((self.usable - m.fixed) // m.row for m in self.moments if m.row)
+        return min((most - m.fixed) // m.row for m, most in limits if m.row)
 
     def bytes(self, rows: int) -> int:
         """Bytes of a rank with this many rows."""
-        return max(m.fixed + m.row * rows for m in self.moments)
+        return self.most(rows).bytes(rows)
+
+    def most(self, rows: int) -> Moment:
+        """The moment of the most bytes with this many rows."""
+        return max(self.moments, key=lambda m: m.bytes(rows))
 
     def peak(self, rows: int) -> str:
         """The moment of the most bytes, in words."""
-        return WORDS[max(self.moments, key=lambda m: m.fixed + m.row * rows).name]
+        return WORDS[self.most(rows).name]
+
+
+class _Run(NamedTuple):
+    """Layers that recompute by one policy. Bytes a row: what a layer holds, and works with in its backward."""
+
+    layers: int
+    held: int
+    working: int
+    tile: int
+    offloads: bool
+    tiles: bool
+
+    @classmethod
+    def of(cls, shape: ModelShape, layers: int, training: Training, accumulators: int) -> _Run:
+        """accumulators: bytes a row of attention's or a recurrence's, in a layer's backward."""
+        kept, recomputed = shape.kept_bytes(fused_norms=training.fused_norms)
+        held, tiles = kept // shape.layers, shape.recompute in ("tiled", "offload")
+        working = held + recomputed + shape.gradient_bytes + accumulators
+        return cls(layers, held, working, shape.tile_bytes * tiles, shape.recompute == "offload", tiles)
 
 
 def _moments(
-    shape: ModelShape, training: Training, ranks: int, *, logits: int, exchanged: int, accumulators: int
+    shape: ModelShape, training: Training, ranks: int, runs: list[_Run], *, logits: int, exchanged: int, own_loss: bool
 ) -> list[Moment]:
-    """The moments of a step under FSDP2 with the loss of `seqpar.train.linear_cross_entropy`.
+    """The moments of a step under FSDP2.
 
-    exchanged, accumulators: bytes of attention's exchanges, and bytes a row, in a layer's backward.
+    exchanged: bytes of attention's exchanges in a layer's backward.
     """
     shards, layers = training.over(ranks), shape.layers
     weight, summed = DTYPE_BYTES[training.weights], DTYPE_BYTES[training.reductions]
     head = shape.vocab * shape.hidden
     root = head * (1 if shape.tied else 2) + shape.hidden  # gathered all step
     layer = -(-(shape.parameters - root) // layers)
-    kept, recomputed = shape.kept_bytes(fused_norms=training.fused_norms)
-    norm = shape.hidden * (4 + 2 * DTYPE_BYTES[shape.dtype]) if not training.fused_norms else 0
     stays = 0 if training.reshard is True else weight * layers * layer // int(training.reshard or 1)
     gathered = 0 if training.reshard is False else weight * layer
     # gradients are a part of the state that a layer's backward makes
     before = _share((training.state_bytes - summed) * shape.parameters, shards)
     gradients = _share(summed * layer, shards)
-    held = before + weight * root + stays
-    at_loss = held + gathered + (weight + summed) * head + logits
-    at_head = held + gathered + (weight + 2 * summed) * head
-    backward = held + weight * head + 2 * gathered + exchanged
-    row = recomputed + shape.gradient_bytes + accumulators
-    one, normed = kept // layers, kept + norm + 2 * DTYPE_BYTES[shape.dtype] * shape.hidden
-    return [
-        Moment("loss", at_loss, normed),
-        Moment("head", at_head, normed),
-        Moment("last", backward, kept + row),
-        Moment("earlier", backward + summed * layer + gradients, kept - one + row),
-        Moment("first", backward + summed * layer + (layers - 1) * gradients, one + row),
-        Moment("step", before + _share(summed * shape.parameters, shards) + stays, 0),
-    ]
+    held, kept = weight * root + stays, sum(run.layers * run.held for run in runs)
+    if runs[-1].tiles:
+        norm = DTYPE_BYTES[shape.dtype] * shape.hidden
+    else:
+        norm = 0 if training.fused_norms else shape.hidden * (4 + 2 * DTYPE_BYTES[shape.dtype])
+    normed = kept + norm + 2 * DTYPE_BYTES[shape.dtype] * shape.hidden
+    if own_loss:
+        loss = Moment("loss", before, held + gathered, (weight + summed) * head + logits, 0, normed)
+        moments = [loss, Moment("head", before, held + gathered, (weight + 2 * summed) * head, 0, normed)]
+    else:
+        row = normed + LOGIT_BYTES * shape.vocab
+        moments = [Moment("loss", before, held + gathered, weight * head, 0, row)]
+
+    def backward(name: str, nth: int, run: _Run, before_it: int) -> Moment:
+        """The backward of a layer; before_it: bytes a row that the layers before it hold."""
+        done = layers - 1 - nth  # layers whose gradients are there
+        weights = held + 2 * gathered + summed * layer * (done > 0)
+        state = before + gradients * done
+        return Moment(name, state, weights, weight * head, exchanged + run.tile, before_it + run.working)
+
+    start, holds = 0, 0
+    for run in runs:
+        places = {start: "turn", start + run.layers - 1: "turn", layers - 2: "earlier", layers - 1: "last"}
+        for nth, name in (places | {0: "first"} if layers > 1 else {0: "last"}).items():
+            if start <= nth < start + run.layers:
+                moments.append(backward(name, nth, run, holds + (nth - start) * run.held))
+        start, holds = start + run.layers, holds + run.layers * run.held
+    step = before + _share(summed * shape.parameters, shards)
+    return [*moments, Moment("step", step, stays, 0, 0, 0)]
 
 
 def _share(size: int, shards: int) -> int:

@@ -18,7 +18,9 @@ from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
 from seqpar.planner.presets import PRESETS
 
-RECOMPUTE = ("none", "attention", "full")
+RECOMPUTE = ("none", "attention", "full")  # what a model given by name tries, in this order
+POLICIES = ("none", "attention", "keep-attention", "full", "tiled", "offload")
+TILE = 2048  # rows of a tile
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class ModelShape:
         compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
     q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
         and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.
-    recompute: what backward recomputes: "none", the "attention" (or recurrent) block from norm to output, or "full"
-        layers.
+    recompute: what backward recomputes: "none"; the "attention" (or recurrent) block from norm to output;
+        "keep-attention", all of a layer but attention itself (`seqpar.train.recompute(save_attention=True)`); "full"
+        layers; "tiled", full layers with ffn and norms in tiles of `TILE` rows (`seqpar.train.tile`); "offload", the
+        same with the layers' inputs in the host's memory.
     recurrent: the layer that `recurrent_layers` of the layers have. The others have attention unless `attention_layers`
         says how many have: all layers if both are in one layer, fewer if some layers have only an ffn. `windows` are of
         the layers with attention. ffn_layers: layers with an ffn or experts, by default all.
@@ -86,7 +90,7 @@ class ModelShape:
         wrong = [
             (self.heads % self.kv_heads != 0, f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"),
             (self.dtype not in DTYPE_BYTES, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"),
-            (self.recompute not in RECOMPUTE, f"recompute must be one of {RECOMPUTE}, got {self.recompute!r}"),
+            (self.recompute not in POLICIES, f"recompute must be one of {POLICIES}, got {self.recompute!r}"),
             (not self.windows, "windows must name at least one layer's window, (None,) for full causal attention"),
             (
                 any(w is not None and (type(w) is not int or not 0 <= w <= MOST) for w in self.windows),
@@ -181,6 +185,20 @@ class ModelShape:
         return 2 * self._matrices(self.active_experts)
 
     @property
+    def trained_flops(self) -> int:
+        """Operations per token of the matrices of all layers in forward and backward, with what is recomputed."""
+        if self.recompute in ("none", "attention"):
+            return 3 * self.linear_flops
+        # a tile is computed once more, but for its last product
+        again = 2 * self._ffn_matrices(self.active_experts) * (self.recompute in ("tiled", "offload"))
+        return 4 * self.linear_flops + again * (4 if self.gated else 3) // 6
+
+    @property
+    def attends_again(self) -> bool:
+        """Whether backward computes attention's forward once more."""
+        return self.recompute not in ("none", "keep-attention")
+
+    @property
     def recurrent_flops(self) -> int:
         """Forward operations per token of the recurrences and convolutions of all layers, without their projections."""
         return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.flops
@@ -240,19 +258,45 @@ class ModelShape:
         both = self.attention_count + self.recurrent_layers
         kinds = attention * (self.attention_count > 0), recurrent
         mixer = max(kinds) if both <= self.layers else sum(kinds)
-        if self.recompute == "full":
-            return self.layers * block, mixer + widest - block
+        if self.recompute == "none":
+            return mixers + ffns, 0
         if self.recompute == "attention":
             return min(self.layers, both) * block + ffns, mixer - block
-        return mixers + ffns, 0
+        if self.recompute == "keep-attention":
+            saved = (size * self.heads * self.values + 4 * self.heads) * (self.attention_count > 0)
+            return self.layers * block + self.attention_count * saved, mixer + widest - block - saved
+        if self.recompute == "full":
+            return self.layers * block, mixer + widest - block
+        tiled = mixer - norm  # norms keep their input alone; the ffn's tiles are gone when the mixer's backward begins
+        if self.qk_norm and not fused_norms:
+            tiled += 8 * self.heads * self.dim  # two float32 copies in the backward of the queries' norm
+        return (0, tiled + block) if self.recompute == "offload" else (self.layers * block, tiled - block)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes that the backward of a tile works with."""
+        size = DTYPE_BYTES[self.dtype]
+        return TILE * max(6 * size * self._widest, (4 * size + 12) * self.hidden)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per token of the gradients that are alive at once in a layer's backward, of its ffn and its output."""
+        """Bytes per token of the gradients that are alive at once in a layer's backward.
+
+        They are those of its ffn and its output; with a tiled ffn those of its output and of attention's tensors.
+        """
+        size = DTYPE_BYTES[self.dtype]
+        if self.recompute not in ("tiled", "offload"):
+            return size * 2 * (self._widest + self.hidden)
+        attention = (self.heads + self.kv_heads) * (self.dim + self.values) * (self.attention_count > 0)
+        return size * (self.hidden + attention)
+
+    @property
+    def _widest(self) -> int:
+        """Width of the widest ffn, of all experts that compute a token."""
         widths = [self.ffn] if self.dense_count else []
         if self.sparse_count:
             widths.append((self.active_experts + self.shared_experts) * self.expert_ffn)
-        return DTYPE_BYTES[self.dtype] * 2 * (max(widths, default=0) + self.hidden)
+        return max(widths, default=0)
 
     def _attention_elements(self) -> int:
         """Elements per token that an attention block keeps."""
@@ -276,7 +320,7 @@ class ModelShape:
 
     def _matrices(self, experts: int) -> int:
         """Elements of the matrices of all layers, with this many routed experts."""
-        h, per_ffn = self.hidden, (3 if self.gated else 2) * self.hidden
+        h = self.hidden
         if self.q_rank is None:
             q = h * self.heads * self.dim
         else:
@@ -288,7 +332,10 @@ class ModelShape:
             kv = h * (self.kv_rank + self.rope_dim) + self.kv_rank * expanded
         attention = q + kv + self.heads * self.values * h * (2 if self.output_gate else 1)
         recurrent = 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.projections
-        sparse = (experts + self.shared_experts) * per_ffn * self.expert_ffn + self.experts * h
-        dense = per_ffn * self.ffn
-        ffns = self.dense_count * dense + self.sparse_count * sparse
-        return self.attention_count * attention + recurrent + ffns
+        return self.attention_count * attention + recurrent + self._ffn_matrices(experts)
+
+    def _ffn_matrices(self, experts: int) -> int:
+        """Elements of the matrices of all ffns and experts, with this many routed experts."""
+        per_ffn = (3 if self.gated else 2) * self.hidden
+        sparse = (experts + self.shared_experts) * per_ffn * self.expert_ffn + self.experts * self.hidden
+        return self.dense_count * per_ffn * self.ffn + self.sparse_count * sparse

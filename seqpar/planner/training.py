@@ -17,6 +17,8 @@ class Training:
     reductions: dtype in which gradients are kept and summed. reshard: `reshard_after_forward` of FSDP2's layers: True
     gathers a layer's weights again in backward, False keeps them, and an integer keeps them sharded over that many
     ranks. fused_norms: whether norms keep no float32 copy of their input, as Liger's; transformers' own keep one.
+    host_bytes: bytes of the host's memory that a rank may take. state_on_host: whether the state is kept there, as by
+    FSDP2's `CPUOffloadPolicy`.
 
     Raises: ValueError for values out of range.
     """
@@ -27,6 +29,8 @@ class Training:
     reductions: str = "float32"
     reshard: bool | int = True
     fused_norms: bool = False
+    host_bytes: int = 0
+    state_on_host: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -35,9 +39,11 @@ class Training:
                 raise ValueError(
                     f"Training {name} must be one of {', '.join(DTYPE_BYTES)}, got {getattr(self, name)!r}"
                 )
-        if type(self.fused_norms) is not bool:
-            raise ValueError(f"Training fused_norms must be True or False, got {self.fused_norms!r:.60}")
+        for name in ("fused_norms", "state_on_host"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"Training {name} must be True or False, got {getattr(self, name)!r:.60}")
         integer("Training state_bytes", self.state_bytes, DTYPE_BYTES[self.reductions])
+        integer("Training host_bytes", self.host_bytes, 0)
         if self.shards is not None:
             integer("Training shards", self.shards, 1)
         if not isinstance(self.reshard, bool):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from seqpar.planner import Hardware, ModelShape, Training, plan_batch, plan_step
 from seqpar.planner.memory import Memory
+from seqpar.planner.shape import POLICIES
 from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,12 +78,49 @@ def test_more_state_leaves_room_for_fewer_rows(change: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 1000, 20_000])
-@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.parametrize("recompute", POLICIES)
 def test_the_rows_that_fit_are_the_most(rows: int, recompute: str) -> None:
-    memory = Memory.of(replace(SHAPE, recompute=recompute), Hardware.preset("h100"), STAGE, Training(), 8)
+    training = Training(host_bytes=1 << 50)
+    memory = Memory.of(replace(SHAPE, recompute=recompute), Hardware.preset("h100"), STAGE, training, 8)
     memory = replace(memory, usable=memory.bytes(rows))
     assert memory.rows == rows
     assert replace(memory, usable=memory.usable - 1).rows == rows - 1
+
+
+def test_each_layer_on_the_policy_below_leaves_room_for_more_rows() -> None:
+    machine, training = Hardware.preset("h100"), Training(host_bytes=1 << 50)
+
+    def rows(policy: str, first: tuple[int, str] = (0, "none")) -> int:
+        return Memory.of(replace(SHAPE, recompute=policy), machine, STAGE, training, 8, first=first).rows
+
+    ladder = ("none", "keep-attention", "full", "tiled", "offload")
+    for dear, cheap in pairwise(ladder):
+        mixed = [rows(dear, (n, cheap)) for n in range(SHAPE.layers + 1)]
+        assert mixed == sorted(mixed) and mixed[0] == rows(dear) < mixed[-1] == rows(cheap)
+    # layers that keep all they have hold it until their own backward begins, so they come last
+    assert rows("none", (16, "full")) > rows("full", (16, "none"))
+
+
+def test_the_host_is_a_limit_too() -> None:
+    machine, offload = Hardware.preset("h100"), replace(SHAPE, recompute="offload")
+    inputs = 2 * SHAPE.hidden * SHAPE.layers  # bytes a row
+    memory = Memory.of(offload, machine, STAGE, Training(host_bytes=1000 * inputs), 8)
+    assert memory.rows == 1000 and memory.host is not None and memory.host.bytes(10) == 10 * inputs
+    state = -(-16 * SHAPE.parameters // 8)
+    kept = Training(host_bytes=state + 7 * inputs, state_on_host=True)
+    memory = Memory.of(offload, machine, STAGE, kept, 8)
+    assert memory.rows == 7 and memory.state == 0 and memory.most(0).state == 0
+    assert Memory.of(offload, machine, STAGE, replace(kept, host_bytes=state - 1), 8).rows == 0
+    for shape, training in ((offload, Training()), (SHAPE, Training(state_on_host=True))):
+        with pytest.raises(ValueError, match="on the host need bytes there"):
+            Memory.of(shape, machine, STAGE, training, 8)
+
+
+@pytest.mark.parametrize("rows", [0, 5000])
+def test_the_kinds_of_bytes_add_up(rows: int) -> None:
+    memory = Memory.of(SHAPE, Hardware.preset("h100"), STAGE, Training(), 8, first=(3, "full"), own_loss=False)
+    for moment in memory.moments:
+        assert sum(moment.kinds(rows).values()) == moment.bytes(rows) <= memory.bytes(rows)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +129,8 @@ def test_the_rows_that_fit_are_the_most(rows: int, recompute: str) -> None:
         (lambda: Training(state_bytes=3), "state_bytes"),
         (lambda: Training(state_bytes=2.5), "state_bytes"),
         (lambda: Training(shards=0), "shards"),
+        (lambda: Training(host_bytes=-1), "host_bytes"),
+        (lambda: Training(state_on_host=1), "state_on_host must be True or False"),
         (lambda: Training(fused_norms=3), "fused_norms must be True or False"),
         (lambda: Training(reshard=0), "reshard"),
         (lambda: Training(shards=8, reshard=3), "reshard=3 is no divisor of the 8 shards"),
