@@ -32,7 +32,9 @@ class GroupComm(ProcessComm[GroupChannel]):
     timeout: seconds after which a wait fails. check: how often verbs compare their arguments over the ranks, "batch"
     (once per plan and signature) or "call"; kept as `check_every`. private: whether CUDA tensors use the comm's own
     NCCL communicators (one of all ranks and, on several nodes, one of each node), which no other collective delays and
-    which are aborted if a rank hangs; False uses the group's communicator, which saves memory.
+    which are aborted if a rank hangs; False uses the group's communicator, which saves memory. min_ctas: the fewest
+    blocks of the GPU that NCCL gives an operation of the comm's own communicators, and so the channels of a pair
+    (`ncclConfig_t.minCTAs`), which attention then lacks; None leaves it to NCCL. Not tried on a GPU yet.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks.
@@ -42,9 +44,10 @@ class GroupComm(ProcessComm[GroupChannel]):
     """
 
     def __init__(
-        self, group: Any = None, *, timeout: float = PATIENCE, check: str = "batch", private: bool = True
-    ) -> None:
-        channel = GroupChannel(process_group("GroupComm", group), timeout, check, private)
+        self, group: Any = None, *, timeout: float = PATIENCE, check: str = "batch", private: bool = True,
+        min_ctas: int | None = None,
+    ) -> None:  # fmt: skip
+        channel = GroupChannel(process_group("GroupComm", group), timeout, check, private, min_ctas)
         self._join(channel, (), Stats(), {}, check)
 
     @uncompiled

@@ -29,6 +29,7 @@ from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
 from seqpar.comm.protocol import PeerError
 from seqpar.comm.rendezvous import Rendezvous, machine
+from seqpar.facts.value import is_integer
 from seqpar.private import torch as torch_private
 
 log = logging.getLogger("seqpar.comm")
@@ -54,7 +55,9 @@ class GroupChannel(ProcessChannel):
     nccl: Nccl | None = None  # if CUDA tensors can be sent
     nodes: Sequence[int] = ()  # the node of each rank, if pairs inside a node have a lane of their own
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, check: str, private: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float, check: str, private: bool, min_ctas: int | None
+    ) -> None:
         self.timeout = timeout
         self.rank, self.size = group.rank(), group.size()
         self.backends = _backends(group)
@@ -68,7 +71,9 @@ class GroupChannel(ProcessChannel):
         store = group.get_group_store()
         rendezvous = Rendezvous("GroupComm", store, self.rank, self.size, timeout)
         # in the rendezvous, so that no rank waits for one with wrong arguments
-        heard = rendezvous.hear(lambda: self._check(check), check=check, private=private)
+        heard = rendezvous.hear(
+            lambda: self._check(check, private, min_ctas), check=check, private=private, min_ctas=min_ctas
+        )
         ranks = [_Arrival(*found) for found in heard]
         check_gpus("GroupComm", [rank.gpu for rank in ranks])
         places = [rank.node for rank in ranks]
@@ -84,13 +89,13 @@ class GroupChannel(ProcessChannel):
                 torch.cuda.set_device(self.gpu)  # of this thread, which starts on the first one
                 if private:
                     # the prefixes keep the keys of NCCL and of the nodes apart from gloo's
-                    backend = own_backend(c10d.PrefixStore("nccl", own_store), self.rank, self.size, timeout)
+                    backend = own_backend(c10d.PrefixStore("nccl", own_store), self.rank, self.size, timeout, min_ctas)
                 else:
                     backend = torch_private.get_backend(group)(CUDA)
                 inside = None
                 if self.nodes and len(node) > 1:
                     of_node = c10d.PrefixStore(f"nccl/node {node[0]}", own_store)
-                    inside = own_backend(of_node, node.index(self.rank), len(node), timeout)
+                    inside = own_backend(of_node, node.index(self.rank), len(node), timeout, min_ctas)
                 self.nccl = Nccl(backend, owned=private, inside=inside, node=node)
                 self.nccl.open(self.gpu, [rank for rank in node if rank != self.rank])
             return twin
@@ -108,9 +113,14 @@ class GroupChannel(ProcessChannel):
         self.interrupt = Interrupt(weakly(self._give_up, None), weakly(self._answer, None))
         self.calls = deque(maxlen=REMEMBERED)
 
-    def _check(self, check: str) -> _Arrival:
+    def _check(self, check: str, private: bool, min_ctas: int | None) -> _Arrival:
         """What this rank says of itself. Raises for wrong arguments."""
         check_arguments("GroupComm", self.timeout, check)
+        if min_ctas is not None and (not is_integer(min_ctas) or min_ctas < 1 or not private):
+            raise ValueError(
+                f"GroupComm: min_ctas={min_ctas!r} with private={private}, expected None or an integer of at least 1, "
+                "and private=True, as only the comm's own communicators can be set"
+            )
         _check_backends(self.backends)
         # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)

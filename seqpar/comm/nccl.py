@@ -68,14 +68,17 @@ def node_of(machine: Sequence[str]) -> list[str]:
     return [machine[0], machine[-1]]
 
 
-def own_backend(store: Any, rank: int, size: int, timeout: float) -> Any:
+def own_backend(store: Any, rank: int, size: int, timeout: float, min_ctas: int | None = None) -> Any:
     """A new NCCL backend of torch for these ranks, on a stream of high priority.
 
     timeout: seconds after which the comm gives up a wait; torch's watchdog, which ends the process, comes later.
+    min_ctas: see `GroupComm`.
     """
     c10d: Any = dist.distributed_c10d
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    if min_ctas is not None:
+        options.config.min_ctas = int(min_ctas)
     torch_private.set_timeout(options, timedelta(seconds=2 * timeout + 60))
     return c10d.ProcessGroupNCCL(store, rank, size, options)
 

@@ -20,6 +20,9 @@ ARGUMENTS = {
     "a text": {"timeout": "5"},
     "no check": {"check": "never"},
     "another check": {"check": "call"},
+    "no channels": {"min_ctas": 0},
+    "channels of another": {"min_ctas": 8, "private": False},
+    "another number of channels": {"min_ctas": 8},
 }
 
 

@@ -27,7 +27,7 @@ from tests.comm.over_gloo import OverGloo
 from tests.ops.cases import TOLERANCE, inputs, poisoned
 
 
-def own_backend(store: Any, rank: int, size: int, timeout: float) -> OverGloo:
+def own_backend(store: Any, rank: int, size: int, timeout: float, min_ctas: int | None = None) -> OverGloo:
     """What stands for a communicator of the comm's own."""
     c10d: Any = dist.distributed_c10d
     return OverGloo(c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))

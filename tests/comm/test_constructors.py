@@ -34,6 +34,9 @@ FAILURES = [
         "ValueError",
         "ranks differ in check: 'batch' on ranks 0, 2; 'call' on rank 1; give all",
     ),
+    ("no channels", "gloo", "ValueError", "min_ctas=0 with private=True, expected None or an integer of at least 1"),
+    ("channels of another", "gloo", "ValueError", "min_ctas=8 with private=False, .* only the comm's own"),
+    ("another number of channels", "gloo", "ValueError", "ranks differ in min_ctas: None on ranks 0, 2; 8 on rank 1"),
     ("no descriptors", "shm gloo", "RuntimeError", "this process can open \\d+ more files.*raise `ulimit -n`"),
 ]
 

@@ -41,7 +41,8 @@ def test_a_communicator_of_its_own_has_a_stream_of_high_priority(monkeypatch: py
     made: list[tuple[Any, ...]] = []
 
     class Backend:
-        Options = SimpleNamespace
+        def Options() -> SimpleNamespace:  # noqa: N802
+            return SimpleNamespace(config=SimpleNamespace())
 
         def __init__(self, *given: Any) -> None:
             made.append(given)
@@ -49,7 +50,9 @@ def test_a_communicator_of_its_own_has_a_stream_of_high_priority(monkeypatch: py
     monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL", Backend, raising=False)
     own_backend("store", 1, 4, 30.0)
     ((store, rank, size, options),) = made
-    assert (store, rank, size) == ("store", 1, 4)
+    assert (store, rank, size) == ("store", 1, 4) and not hasattr(options.config, "min_ctas")
+    own_backend("store", 1, 4, 30.0, 16)
+    assert made[1][-1].config.min_ctas == 16
     assert options.is_high_priority_stream is True and options._timeout.total_seconds() > 30.0
 
 
