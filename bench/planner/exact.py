@@ -98,11 +98,11 @@ def knapsack(blocks: Blocks) -> Choice:
             trail.append(options.argmin(0))
             table = options.min(0)
         if table[at := room // size] < best.seconds:
-            chosen, least = [], float(table[at])
+            chosen = []
             for held, taken in zip(bins[::-1], trail[::-1], strict=True):
                 chosen.append(int(taken[at]))
                 at -= held[chosen[-1]]
-            best = Choice(least, tuple(chosen[::-1]))
+            best = Choice(blocks.time(np.array(chosen[::-1])), tuple(chosen[::-1]))
     return best
 
 
@@ -130,7 +130,7 @@ def optimum(blocks: Blocks) -> Choice:
     for states, rungs in reversed(trail):
         chosen.append(int(rungs[at]))
         at = int(states[at])
-    return Choice(float(seconds.min()), tuple(chosen[::-1]))
+    return Choice(blocks.time(np.array(chosen[::-1])), tuple(chosen[::-1]))
 
 
 def _prices(blocks: Blocks) -> NDArray[np.float64]:
