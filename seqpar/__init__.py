@@ -1,8 +1,8 @@
 """Exact, balanced long-context attention over many ranks.
 
 Facts describe a batch (`Mask`, `Layout`), a `Plan` chooses how to compute it, a comm moves bytes (`GroupComm`,
-`ShmComm`, `PeerComm`, `LocalComm`), and verbs compute: `attention`, `switch`, `relayout`, `shard`, `unshard`, `fetch`,
-`fetch_all`, `merge`, `rotary`. `bind` names a plan for compiled models.
+`ShmComm`, `PeerComm`, `LocalComm`), and verbs compute: `attention`, `latent_attention`, `switch`, `relayout`, `shard`,
+`unshard`, `fetch`, `fetch_all`, `merge`, `rotary`. `bind` names a plan for compiled models.
 """
 
 import logging
@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Any
 from seqpar.comm import Comm, GroupComm, LocalComm, PeerError
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
-from seqpar.ops import attention, bind, fetch, fetch_all, merge, relayout, rotary, shard, switch, unshard
+from seqpar.ops import (
+    attention,
+    bind,
+    fetch,
+    fetch_all,
+    latent_attention,
+    merge,
+    relayout,
+    rotary,
+    shard,
+    switch,
+    unshard,
+)
 from seqpar.parallel import parallel
 from seqpar.plan import Plan
 
@@ -32,8 +44,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
-    "PeerError", "Plan", "ShmComm", "attention", "bind", "fetch", "fetch_all", "merge", "nn", "parallel",
-    "parallelize", "plan_batch", "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
+    "PeerError", "Plan", "ShmComm", "attention", "bind", "fetch", "fetch_all", "latent_attention", "merge", "nn",
+    "parallel", "parallelize", "plan_batch", "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
 ]  # fmt: skip
 
 # What attention under a given plan does without, loaded when it is asked for: models under a plan, the planner, and

@@ -95,7 +95,7 @@ ORDER = {
         move move/pack
         attention attention/signature attention/source attention/rows attention/call
         attention/keys attention/grads
-        attention/heads attention/schedule attention/op attention/api attention/rotary
+        attention/heads attention/schedule attention/op attention/api attention/latent attention/rotary
         move/switch move/relayout move/fetch
         recurrent recurrent/recompute recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
@@ -121,7 +121,7 @@ ORDER = {
         parallelize transformers __init__
     """,
     "kernels": """
-        protocol dispatch dropout
+        protocol dispatch dropout expanding
         memory memory/upload
         triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
         triton/backward triton

@@ -2,6 +2,7 @@
 
 from seqpar.kernels import merge
 from seqpar.ops.attention.api import attention
+from seqpar.ops.attention.latent import latent_attention
 from seqpar.ops.attention.rotary import rotary
 from seqpar.ops.core.handles import bind
 from seqpar.ops.move.fetch import fetch, fetch_all
@@ -13,6 +14,7 @@ __all__ = [
     "bind",
     "fetch",
     "fetch_all",
+    "latent_attention",
     "merge",
     "relayout",
     "rotary",

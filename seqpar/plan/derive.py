@@ -225,7 +225,7 @@ class Derived(Fact):
     def traffic(self, rank: int, **shape: Any) -> dict[int, int]:
         """Bytes that a rank sends to each peer in one attention call; arguments as in `bytes`."""
         s = HeadShape(**shape)
-        steps = self.steps(rank, row_bytes=self.row_bytes(s.heads, s.kv_heads, s.dim, s.values, s.size))
+        steps = self.steps(rank, row_bytes=self.row_bytes(s.heads, s.kv_heads, *s.wire, s.size))
         return traffic(steps, rank, s)
 
     def bytes(
@@ -240,15 +240,17 @@ class Derived(Fact):
         backward: bool = False,
         return_lse: bool = False,
         kv_grads: bool = True,
+        latent: tuple[int, int] | None = None,
     ) -> int:
         """Bytes that a rank sends in one attention call: in forward, or with ``backward`` in backward.
 
         Counts tensor contents, as `Comm.stats` does. dtype: "float64", "float32", "bfloat16" or "float16".
-        kv_grads: whether keys or values require a gradient.
+        kv_grads: whether keys or values require a gradient. latent: (R, E) of `seqpar.latent_attention`, with dim
+        D_n + E, v_dim D_v and kv_heads=1.
         """
         sent = self.traffic(
             rank, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=dtype, backward=backward,
-            return_lse=return_lse, kv_grads=kv_grads,
+            return_lse=return_lse, kv_grads=kv_grads, latent=latent,
         )  # fmt: skip
         return sum(sent.values())
 

@@ -255,7 +255,7 @@ def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any,
 def _blocks(plan: Derived, call: dict[str, Any], block: int) -> Floats:
     """Bytes of keys and values in one layer's forward, by receiving and sending block of ranks."""
     shape = HeadShape(**call)
-    return fetched_between(plan, block) * shape.kv_heads * (shape.dim + shape.values) * shape.size
+    return fetched_between(plan, block) * shape.kv_heads * sum(shape.wire) * shape.size
 
 
 def _bytes(plan: Derived, call: dict[str, Any]) -> Floats:

@@ -25,6 +25,7 @@ class HeadShape:
     backward: bool = False
     return_lse: bool = False
     kv_grads: bool = True
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a dtype, heads or dims that attention does not support."""
@@ -35,11 +36,21 @@ class HeadShape:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of key heads, got {self.heads} and {self.kv_heads}")
+        if self.latent is not None:
+            rank, rotated = self.latent
+            object.__setattr__(self, "latent", (integer("R of latent", rank, 1), integer("E of latent", rotated, 0)))
+            if self.kv_heads != 1:
+                raise ValueError(f"latents travel as one key head, got kv_heads={self.kv_heads}; give kv_heads=1")
 
     @property
     def values(self) -> int:
         """Elements of a value."""
         return self.dim if self.v_dim is None else self.v_dim
+
+    @property
+    def wire(self) -> tuple[int, int]:
+        """Elements of a key and of a value of one key head as they travel."""
+        return (self.dim, self.values) if self.latent is None else self.latent
 
     @property
     def size(self) -> int:
@@ -64,7 +75,7 @@ def traffic(steps: Sequence[Step], rank: int, shape: HeadShape) -> dict[int, int
         if step.first:
             for peer, size in _trade(step.part, rank, shape).items():
                 sent[peer] = sent.get(peer, 0) + size
-        row = shape.share(step.part, step.part.share)[1] * (shape.dim + shape.values)
+        row = shape.share(step.part, step.part.share)[1] * sum(shape.wire)
         entering = step.entry.sends if step.entry else {}
         for peer, rows in chain(step.sends.items(), entering.items()):
             sent[peer] = sent.get(peer, 0) + count(rows) * row * shape.size
@@ -78,7 +89,7 @@ def _trade(part: Part, rank: int, shape: HeadShape) -> dict[int, int]:
     """Bytes that a rank sends to the other members of a part in the head trade, both ways."""
     rows, kv_rows = count(part.q.local), count(part.kv.local)
     heads_here, kv_here = shape.share(part, part.share)
-    width = shape.dim + shape.values
+    width = sum(shape.wire)
     lse = shape.acc if shape.return_lse else 0
     kv_size = shape.acc if replicated(shape.heads, shape.kv_heads, part.width) else shape.size
     sent = {}

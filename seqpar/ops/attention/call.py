@@ -136,20 +136,20 @@ def recipe_of(plan: Plan, rank: int, signature: Signature, passed_over: Collecti
     facts = s.facts("auto" if local else kernel.name)
     conditions = {"merges": spec.merges, "few_shapes": spec.few_shapes, "until": spec.until}
     whole = {"plan": plan_fact(plan), **facts}
-    row_bytes = plan.row_bytes(s.heads, s.kv_heads, s.dim, s.v_dim, s.dtype.itemsize)
+    row_bytes = plan.row_bytes(s.heads, s.kv_heads, *s.wire, s.dtype.itemsize)
     steps = plan.steps(rank, row_bytes=row_bytes)
     parts = [step.part for step in steps if step.first]
     backward_steps = [step for part in reversed(parts) for step in steps if step.part is part]
     widths = {part.width: PartRecipe.of(part, s.heads, s.kv_heads) for part in parts}
     step, *more = steps
-    size = {width: part.key_heads * (s.dim + s.v_dim) for width, part in widths.items()}  # elements of a row
+    size = {width: part.key_heads * sum(s.wire) for width, part in widths.items()}  # elements of a row
     return Recipe(
         kernel=kernel,
         kind=digest_of_call("kernels of attention", {**facts, **conditions}) if local else None,
         acc=acc_dtype(s.dtype),
         facts=whole,
-        keys=(plan_key(plan), digest_of_call("attention", facts)),
-        digest=digest_of_call("attention", whole),
+        keys=(plan_key(plan), digest_of_call(s.verb, facts)),
+        digest=digest_of_call(s.verb, whole),
         stamp=hash63((plan.digest(), s.function())),
         steps=steps,
         backward_steps=backward_steps,

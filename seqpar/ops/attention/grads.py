@@ -57,7 +57,7 @@ class GradientExchange:
         self.received = home.both[:0]
 
     def _slots(self, most: int) -> Slots[KeyGradients]:
-        home, dim = self.home.both, self.call.signature.dim
+        home, dim = self.home.both, self.call.signature.wire[0]
         return Slots(
             lambda: home.new_empty(most, *home.shape[1:]),
             lambda memory, rows: KeyGradients.of(some_of(memory, slice(0, rows)), dim),

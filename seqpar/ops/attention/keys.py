@@ -115,7 +115,7 @@ class KeyExchange:
     def __init__(self, call: Call, phase: Phase, steps: Sequence[Step]) -> None:
         recipe, signature = call.recipe, call.signature
         self.call, self.phase, self.comm, self.steps = call, phase, call.comm, steps
-        self.widths, self.dims = recipe.widths, (signature.dim, signature.v_dim)
+        self.widths, self.dims = recipe.widths, signature.wire
         self.rows = call.uploaded.steps
         self.ahead = steps_ahead(call)
         self.arrivals: dict[int, Work] = {}

@@ -13,7 +13,8 @@ a part's tensors are views, the inputs and results that they view are saved inst
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.header import hash63
-from seqpar.kernels import acc_dtype, faulty
+from seqpar.kernels import Kernel, acc_dtype, faulty
 from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, prepare, recipe_of
 from seqpar.ops.attention.rows import leading, near
 from seqpar.ops.attention.schedule import backward, forward
-from seqpar.ops.attention.signature import Options, Signature, check_tensors, signature_of
+from seqpar.ops.attention.signature import Expansion, Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, gathering, remember
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls, unneeded
@@ -43,47 +44,67 @@ def _run(
 ) -> tuple[Sequence[Tensor], Tensors, Call]:
     """Output and lse [H, T], the tensors of these and of the parts that backward needs, and the call."""
     *given, grads = options_and_grads
-    q, k, v, sinks, slopes = tensors
     plan, comm, options = resolved(values, Options(*given))
-    call = _agreed(q, k, v, sinks, slopes, plan, comm, options, grads)
-    q, k, v = map(near, (q, k, v))
-    with abort_on_error(comm, f"attention, call {call.tag.call}"), no_autocast(q.device.type), current_device_of(q):
-        out, lse, parts = forward(call, q, k, v, sinks, slopes)
-    saved: list[Tensor | None] = []
-    if any(grads):
-        saved = [sinks, slopes, out, lse]
-        for part, own in zip(call.recipe.parts, parts, strict=True):
-            saved += _saved(part, own, (q, k, v), call.recipe.widths[part.width].views)
-    return [out, lse], saved, call
+    call = agreed_call("attention", tensors, None, plan, comm, options, grads)
+    results, saved = computed(call, call.recipe.kernel, tensors, saves=any(grads))
+    return results, saved, call
 
 
-def _agreed(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm,
-    options: Options, grads: Sequence[bool],
+def agreed_call(
+    verb: str, tensors: Sequence[Any], expansion: Expansion | None, plan: Plan, comm: Comm, options: Options,
+    grads: Sequence[bool],
 ) -> Call:  # fmt: skip
-    """The call with these arguments. A collective; raises as `attention`, on every rank."""
+    """The call with these arguments. A collective; raises as the verb, on every rank.
+
+    tensors: q, k, v, sinks and slopes; those of latent attention have the latents as k and the rotated parts as v.
+    grads: which of them, and then of the weights, require a gradient.
+    """
+    q, k, v, sinks, slopes = tensors
     layer_calls.begun += 1
-    check_comm("attention", comm)
-    with agreement("attention", comm) as agreed:
-        check_dense("attention", (q, k, v, sinks, slopes))
-        check_tensors(q, k, v, sinks, slopes, plan, comm)
-        signature = signature_of(q, k, v, sinks, slopes, options, grads)
+    check_comm(verb, comm)
+    with agreement(verb, comm) as agreed:
+        check_dense(verb, (*tensors, *(expansion or ())))
+        check_tensors(q, k, v, sinks, slopes, expansion, plan, comm)
+        signature = signature_of(q, k, v, sinks, slopes, expansion, options, grads)
         recipe = plan.known((comm.rank, signature)) or _first(plan, comm, signature)
         if (q.shape[0], k.shape[0]) != recipe.rows:
-            raise ValueError(_wrong_rows(q, k, comm, recipe))
+            raise ValueError(_wrong_rows(q, k, comm, recipe, latents=expansion is not None))
         # unused without dropout, so ranks may pass different seeds
         seed = int(options.dropout_seed) if signature.dropout_p and options.dropout_seed is not None else None
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
+        agreed.values |= {} if expansion is None else expansion.weights
     if recipe.kind is not None:
         recipe = _usable(recipe, plan, comm, signature)
     number = comm.next_call()
     # a comm and its subs share stats; numbers as text, since Python's hashes of -1 and -2 are the same
     stamp = hash((recipe.stamp, str(seed), id(comm.stats), comm.rank))
-    check_repetition("attention", comm, stamp)
-    log.debug("rank %d: attention, call %d, plan %s, %s", comm.rank, number, recipe.facts["plan"], recipe.kernel.name)
-    return Call(comm, Tag(agreed.digest, number, 0, 0, "attention"), plan, signature, recipe, seed or 0, stamp=stamp)
+    check_repetition(verb, comm, stamp)
+    log.debug("rank %d: %s, call %d, plan %s, %s", comm.rank, verb, number, recipe.facts["plan"], recipe.kernel.name)
+    return Call(comm, Tag(agreed.digest, number, 0, 0, verb), plan, signature, recipe, seed or 0, stamp=stamp)
+
+
+def computed(call: Call, kernel: Kernel, tensors: Sequence[Any], *, saves: bool) -> tuple[list[Tensor], Tensors]:
+    """Output and lse [H, T], and the tensors that `differentiated` needs, if it `saves` any. tensors: as agreed."""
+    *qkv, sinks, slopes = tensors
+    q, k, v = map(near, qkv)
+    with _computing(call, q):
+        out, lse, parts = forward(call, kernel, q, k, v, sinks, slopes)
+    saved: list[Tensor | None] = []
+    if saves:
+        saved = [sinks, slopes, out, lse]
+        for part, own in zip(call.recipe.parts, parts, strict=True):
+            saved += _saved(part, own, (q, k, v), call.recipe.widths[part.width].views)
+    return [out, lse], saved
+
+
+@contextmanager
+def _computing(call: Call, x: Tensor) -> Iterator[None]:
+    """The context of a call's exchanges and kernels, on the device of a tensor."""
+    name = f"{call.signature.verb}, call {call.tag.call}"
+    with abort_on_error(call.comm, name), no_autocast(x.device.type), current_device_of(x):
+        yield
 
 
 def _usable(recipe: Recipe, plan: Plan, comm: Comm, signature: Signature) -> Recipe:
@@ -100,14 +121,14 @@ def _usable(recipe: Recipe, plan: Plan, comm: Comm, signature: Signature) -> Rec
         return plan.memo(key, lambda: recipe_of(plan, comm.rank, signature, passed_over)) if passed_over else recipe
 
     while known is None:  # the next kernel may fail on another rank, so until no rank has news
-        with gathering("attention", comm) as kernels:
+        with gathering(signature.verb, comm) as kernels:
             name = without().kernel.name
             kernels.own = name, list(faulty(signature.spec(plan)))
         names, failed = zip(*kernels.every, strict=True)
         every = passed_over.union(*failed)
         if every == passed_over:
             if len(set(names)) > 1:
-                comm.agree("attention", {"kernel": name})  # raises, and names the ranks
+                comm.agree(signature.verb, {"kernel": name})  # raises, and names the ranks
             remember(comm, recipe.kind, known=(known := passed_over))
         passed_over = every
     return without()
@@ -129,9 +150,10 @@ def _recipe(plan: Plan, rank: int, signature: Signature) -> Recipe:
     return plan.memo((rank, signature), lambda: recipe_of(plan, rank, signature))  # type: ignore[no-any-return]
 
 
-def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:
-    name, x, rows = ("q", q, recipe.rows[0]) if q.shape[0] != recipe.rows[0] else ("k and v", k, recipe.rows[1])
-    if rows and rows in x.shape[1:]:
+def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe, *, latents: bool) -> str:
+    keys = ("latent and rotated" if latents else "k and v", k, recipe.rows[1])
+    name, x, rows = ("q", q, recipe.rows[0]) if q.shape[0] != recipe.rows[0] else keys
+    if rows and rows in x.shape[1:] and not latents:
         return (
             f"{name} on rank {comm.rank} must have {rows} rows, as the plan's layout says, got {list(x.shape)}, with "
             f"them at dim {list(x.shape).index(rows)}; give [rows, heads, dim]"
@@ -144,19 +166,20 @@ def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe) -> str:
 
 def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
     """dq, dk, dv, dsinks; None where none is needed."""
+    return differentiated(call, call.recipe.kernel, saved, grads, needs)
+
+
+def differentiated(call: Call, kernel: Kernel, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
+    """dq, dk, dv, dsinks, from what `computed` saved; None where none is needed."""
     call.passes += 1
     dout, dlse = grads
     sinks, slopes, out, lse, *inside = saved
     parts = [
         _restored(call, part, inside[5 * n : 5 * n + 5], out, lse, slopes) for n, part in enumerate(call.recipe.parts)
     ]
-    with (
-        abort_on_error(call.comm, f"attention, call {call.tag.call}"),
-        no_autocast(out.device.type),
-        current_device_of(out),
-    ):
+    with _computing(call, out):
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dsinks = backward(call, parts, sinks, dout, dlse)
+        dq, dk, dv, dsinks = backward(call, kernel, parts, sinks, dout, dlse)
     dtype = call.signature.dtype
     return (
         dq if needs[0] else None,

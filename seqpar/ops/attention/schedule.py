@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.kernels import Grads, Operands, Sums, softmax
+from seqpar.kernels import Grads, Kernel, Operands, Sums, softmax
 from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange, KeyGradients
@@ -52,7 +52,13 @@ from seqpar.plan import Part, Step
 
 
 def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None
+    call: Call,
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[PartTensors]]:
     """Output [T, H, D_v], lse [H, T], and every part's inside tensors. slopes: in the accumulation dtype."""
     recipe, heads = call.recipe, call.signature.heads
@@ -74,12 +80,12 @@ def forward(
 
     if recipe.alone:
         tensors = inside(recipe.parts[0])
-        _compute(call, recipe.steps[0], tensors, tensors.k, tensors.v)
+        _compute(call, kernel, recipe.steps[0], tensors, tensors.k, tensors.v)
         return out, lse, [tensors]
     leaves: list[Callable[[], None]] = []
     arriving = KeyExchange(call, Phase.KEYS, recipe.steps)
     for step, tensors, keys, values in walk(arriving, inside):
-        _compute(call, step, tensors, keys, values)
+        _compute(call, kernel, step, tensors, keys, values)
         if step.ends and not step.part.q.trivial:
             leaves.append(_leave(call, step.part, tensors, out, lse))
     for finish in leaves:
@@ -132,7 +138,7 @@ def _inside(
     return tensors
 
 
-def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor) -> None:
+def _compute(call: Call, kernel: Kernel, step: Step, tensors: PartTensors, keys: Tensor, values: Tensor) -> None:
     """Add one step's keys to the part's output, band after band. A sink counts as an earlier sum."""
     first, wide = step.first and not call.signature.sinks, call.signature.dtype == call.recipe.acc
     if len(step.pos) or step.first or step.last:
@@ -148,7 +154,7 @@ def _compute(call: Call, step: Step, tensors: PartTensors, keys: Tensor, values:
                     q, acc, out = _of_heads(heads, tensors.q, tensors.acc, tensors.out if last and not wide else None)
                     lse = tensors.lse if heads is None else tensors.lse[heads]
                     operands = Operands(q, *_of_heads(kv, keys, values), facts, score)
-                    call.recipe.kernel.forward(operands, Sums(acc, lse, out, first))
+                    kernel.forward(operands, Sums(acc, lse, out, first))
                 first = False
     if step.last:
         tensors.acc = None
@@ -183,7 +189,7 @@ class PartGradients:
 
 
 def backward(
-    call: Call, insides: list[PartTensors], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
+    call: Call, kernel: Kernel, insides: list[PartTensors], sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and this rank's share of dsinks; all but dq in the accumulation dtype."""
     recipe, signature = call.recipe, call.signature
@@ -193,8 +199,8 @@ def backward(
     dsinks = None if sinks is None else torch.zeros(signature.heads, dtype=call.recipe.acc, device=signature.device)
     empty = partial(call.comm.empty, kept=True) if recipe.trades else torch.empty  # which peers may write directly
     dq = empty((dout.shape[0], signature.heads, signature.dim), dtype=signature.dtype, device=dout.device).zero_()
-    shape = recipe.rows[1], signature.kv_heads, signature.dim + signature.v_dim
-    home = KeyGradients.of(empty(shape, dtype=recipe.acc, device=dout.device).zero_(), signature.dim)
+    shape = recipe.rows[1], signature.kv_heads, sum(signature.wire)
+    home = KeyGradients.of(empty(shape, dtype=recipe.acc, device=dout.device).zero_(), signature.wire[0])
 
     def start(step: Step) -> PartGradients:
         part, width = step.part, step.part.width
@@ -203,7 +209,7 @@ def backward(
 
     if recipe.alone:
         (tensors,), grads = insides, start(recipe.steps[0])
-        _differentiate(call, recipe.steps[0], tensors, grads, tensors.k, tensors.v, grads.home)
+        _differentiate(call, kernel, recipe.steps[0], tensors, grads, tensors.k, tensors.v, grads.home)
         _leave_back(call, recipe.parts[0], grads, dq, home.both)()
         return dq, home.dk, home.dv, dsinks
     leaves: list[Callable[[], None]] = []
@@ -213,7 +219,7 @@ def backward(
             grads = start(step)
             leaving = GradientExchange(call, [s for s in recipe.steps if s.part is step.part], grads.home)
         of_step = grads.home if step.local else leaving.blank(step)
-        _differentiate(call, step, tensors, grads, keys, values, of_step)
+        _differentiate(call, kernel, step, tensors, grads, keys, values, of_step)
         leaving.arrive()
         if not step.local:
             own = call.uploaded.steps[step.number].own
@@ -260,10 +266,10 @@ def _part_gradients(
         weight = weight.masked_fill(tensors.lse == -torch.inf, 0.0)  # no key, and a sink of -inf
         dsinks[mine] -= (weight * delta).masked_fill(weight == 0, 0.0).sum(-1)
     if not part.kv.trivial:
-        shape = *tensors.k.shape[:2], signature.dim + signature.v_dim
-        home = KeyGradients.of(tensors.k.new_zeros(shape, dtype=call.recipe.acc), signature.dim)
+        shape = *tensors.k.shape[:2], sum(signature.wire)
+        home = KeyGradients.of(tensors.k.new_zeros(shape, dtype=call.recipe.acc), signature.wire[0])
     elif part.kv.rows < home.both.shape[0]:
-        home = KeyGradients.of(home.both[: part.kv.rows], signature.dim)
+        home = KeyGradients.of(home.both[: part.kv.rows], signature.wire[0])
     if not (part.q.trivial and signature.dtype == call.recipe.acc):
         dq = torch.zeros_like(tensors.q, dtype=call.recipe.acc)
     out = tensors.out if len(incoming) == 1 else None
@@ -271,8 +277,9 @@ def _part_gradients(
 
 
 def _differentiate(
-    call: Call, step: Step, tensors: PartTensors, part: PartGradients, keys: Tensor, values: Tensor, grads: KeyGradients
-) -> None:
+    call: Call, kernel: Kernel, step: Step, tensors: PartTensors, part: PartGradients, keys: Tensor, values: Tensor,
+    grads: KeyGradients,
+) -> None:  # fmt: skip
     """Add the gradients of one step to dq and ``grads``; nothing without keys, as on a rank without rows."""
     if not len(step.pos):
         return
@@ -281,7 +288,7 @@ def _differentiate(
             q, out, dout, dq = _of_heads(heads, tensors.q, part.out, part.dout, part.dq)
             k, v, dk, dv = _of_heads(kv, keys, values, grads.dk, grads.dv)
             lse, delta = (tensors.lse, part.delta) if heads is None else (tensors.lse[heads], part.delta[heads])
-            call.recipe.kernel.backward(Operands(q, k, v, facts, score), Grads(dout, lse, delta, out, dq, dk, dv))
+            kernel.backward(Operands(q, k, v, facts, score), Grads(dout, lse, delta, out, dq, dk, dv))
 
 
 def _leave_back(call: Call, part: Part, grads: PartGradients, dq: Tensor, home: Tensor) -> Callable[[], None]:

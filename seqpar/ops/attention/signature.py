@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Literal, NamedTuple
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.facts.value import Ints
+from seqpar.facts.value import Ints, integer
 from seqpar.kernels import CallSpec
 from seqpar.plan import Plan
 
 Accuracy = Literal["exact", "fast"]
 ACCURACIES = ("exact", "fast")
 SINGLE = torch.finfo(torch.float32)
+LATENTS = "expected q [T, H, D_n + E], latent [T_kv, R], rotated [T_kv, E] or None, w_k [H, D_n, R], w_v [H, D_v, R]"
 ROUND = 128  # programs choose lengths that are multiples of it, and those of data rarely are
 
 
@@ -32,6 +33,19 @@ class Options(NamedTuple):
     kernel: str
     accuracy: str
     return_lse: bool
+
+
+class Expansion(NamedTuple):
+    """How latent attention makes keys: w_k [H, D_n, R], w_v [H, D_v, R], and the bytes of an expanded buffer."""
+
+    w_k: Tensor
+    w_v: Tensor
+    most: int
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {"w_k": self.w_k, "w_v": self.w_v}
 
 
 class Numerics(NamedTuple):
@@ -52,6 +66,7 @@ class Numerics(NamedTuple):
 class Signature(NamedTuple):
     """A call without its plan, its tensors' values and its dropout seed. Calls of one signature are treated alike.
 
+    kv_heads, latent: of latent attention 1, and the dims of a latent and of a rotated part; else latent is None.
     kernel: the requested one. accuracy: "exact" or "fast". kv_grads: whether k or v require a gradient.
     """
 
@@ -61,6 +76,7 @@ class Signature(NamedTuple):
     kv_heads: int
     dim: int
     v_dim: int
+    latent: tuple[int, int] | None
     scale: float
     softcap: float
     dropout_p: float
@@ -73,10 +89,26 @@ class Signature(NamedTuple):
     q_grads: bool
     kv_grads: bool
     sink_grads: bool
+    weight_grads: bool
+    expand_bytes: int
+
+    @property
+    def verb(self) -> str:
+        """The name of the call in messages."""
+        return "attention" if self.latent is None else "latent_attention"
+
+    @property
+    def wire(self) -> tuple[int, int]:
+        """Elements of a key and of a value of one key head as they travel."""
+        return (self.dim, self.v_dim) if self.latent is None else self.latent
 
     def facts(self, kernel: str) -> dict[str, object]:
         """Facts that must be equal on all ranks, named as in messages. kernel: the chosen one."""
+        latents = {} if self.latent is None else {
+            "dims of latent and rotated": self.latent, "w_k or w_v requires grad": self.weight_grads,
+        }  # fmt: skip
         return {
+            **latents,
             "dtype": self.dtype, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "v_dim": self.v_dim,
             "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p, "sinks": self.sinks,
             "alibi_slopes": self.slopes, "return_lse": self.return_lse, "deterministic": self.deterministic,
@@ -92,14 +124,15 @@ class Signature(NamedTuple):
         """The kernel's view of the call under a plan."""
         on_cuda = self.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(self.device) if on_cuda else (0, 0)
-        sums = self.kv_grads and plan.sums_key_gradients(self.heads, self.kv_heads)
+        kv_heads = self.kv_heads if self.latent is None else self.heads
+        sums = (self.kv_grads or self.weight_grads) and plan.sums_key_gradients(self.heads, kv_heads)
         lengths = plan.mask.lengths, plan.mask.kv_lengths
         return CallSpec(
-            self.device.type, 10 * major + minor, self.dtype, self.heads, self.kv_heads, self.dim, self.v_dim,
+            self.device.type, 10 * major + minor, self.dtype, self.heads, kv_heads, self.dim, self.v_dim,
             softcap=self.softcap != 0.0, alibi=self.slopes, dropout=self.dropout_p != 0.0,
-            grads=self.q_grads or self.kv_grads or self.sink_grads, deterministic=self.deterministic,
-            merges=plan.merges or self.sinks or sums, few_shapes=all(lengths_repeat(x) for x in lengths),
-            fast=self.accuracy == "fast", until=plan.mask.has_until,
+            grads=self.q_grads or self.kv_grads or self.sink_grads or self.weight_grads,
+            deterministic=self.deterministic, merges=plan.merges or self.sinks or sums,
+            few_shapes=all(lengths_repeat(x) for x in lengths), fast=self.accuracy == "fast", until=plan.mask.has_until,
         )  # fmt: skip
 
 
@@ -109,10 +142,12 @@ def lengths_repeat(lengths: Ints) -> bool:
 
 
 def signature_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: Options,
-    grads: Sequence[bool],
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, expansion: Expansion | None,
+    options: Options, grads: Sequence[bool],
 ) -> Signature:  # fmt: skip
     """The signature of a call whose tensors `check_tensors` has checked. grads: which of them require a gradient.
+
+    expansion: of latent attention, whose latents are k and whose rotated parts are v.
 
     Raises: TypeError, ValueError or NotImplementedError for invalid options.
     """
@@ -156,10 +191,13 @@ def signature_of(
                 "accuracy='fast' lets kernel='auto' take kernels that round each step's result, and "
                 f"kernel={options.kernel!r} is chosen by name already; leave out one of them"
             )
+    latent = None if expansion is None else (k.shape[2], v.shape[2])
+    v_dim = v.shape[2] if expansion is None else expansion.w_v.shape[1]
     return Signature(
-        q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
+        q.device, q.dtype, heads, k.shape[1], dim, v_dim, latent, scale, softcap, dropout_p, slopes is not None,
         sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel),
         options.accuracy, grads[0], grads[1] or grads[2], grads[3],
+        any(grads[5:]), 0 if expansion is None else integer("expand_bytes", expansion.most, 1),
     )  # fmt: skip
 
 
@@ -181,38 +219,62 @@ def _no_number(options: Options) -> TypeError:
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan, comm: Comm
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, expansion: Expansion | None,
+    plan: Plan, comm: Comm,
+) -> None:  # fmt: skip
     """Raise TypeError, ValueError or NotImplementedError for an invalid plan, or tensors that do not match it."""
+    latents = expansion is not None
+    named = {"q": q, "k": k, "v": v} if expansion is None else {"q": q, "latent": k, "rotated": v, **expansion.weights}
+    names = ", ".join(named)
     if not isinstance(plan, Plan):
-        raise ValueError(f"attention: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("alibi_slopes", slopes)):
+        verb = "latent_attention" if latents else "attention"
+        raise ValueError(f"{verb}: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
+    for name, x in (*named.items(), ("sinks", sinks), ("alibi_slopes", slopes)):
         if not isinstance(x, Tensor) and not (x is None and name in ("sinks", "alibi_slopes")):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__} {x!r:.200}")
-    if not q.dim() == k.dim() == v.dim() == 3:
-        shapes = _shapes(q, k, v)
-        raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {shapes}; drop or fold the batch dimension")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if not all([x.dim() == 3 for x in named.values()]) or latents and not k.shape[1] == v.shape[1] == 1:
+        if latents:
+            raise ValueError(f"{LATENTS}, got {_shapes(named)}; drop or fold the batch dimension")
+        raise ValueError(
+            f"q, k, v must be packed [rows, heads, dim], got {_shapes(named)}; drop or fold the batch dimension"
+        )
+    if not all([x.dtype == q.dtype for x in named.values()]):
+        raise ValueError(f"{names} must have one dtype, got {', '.join(str(x.dtype) for x in named.values())}")
+    if not all([x.device == q.device for x in named.values()]):
+        raise ValueError(f"{names} must be on one device, got {', '.join(str(x.device) for x in named.values())}")
     if q.is_meta:
         raise NotImplementedError(
-            "q, k, v are on the meta device, which holds no values to attend to; load the weights first"
+            f"{names} are on the meta device, which holds no values to attend to; load the weights first"
         )
-    (_, heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
-    if k.shape[:2] != v.shape[:2] or k.shape[2] != dim or 0 in (heads, kv_heads, dim, v_dim):
-        raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {_shapes(q, k, v)}")
-    if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+    if latents:
+        _check_latents(named)
+    else:
+        (_, heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
+        if k.shape[:2] != v.shape[:2] or k.shape[2] != dim or 0 in (heads, kv_heads, dim, v_dim):
+            raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {_shapes(named)}")
+        if heads % kv_heads:
+            raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
     for x in (q, k, v):
         if x.stride(2) != 1 and x.shape[2] > 1 and x.numel():
-            raise ValueError("the last dimension of q, k, v must be dense (stride 1); call .contiguous()")
+            first = ", ".join(list(named)[:3])
+            raise ValueError(f"the last dimension of {first} must be dense (stride 1); call .contiguous()")
     if plan.ranks != comm.size:
         raise ValueError(
             f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
         )
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+def _check_latents(named: dict[str, Tensor]) -> None:
+    """Raise ValueError for tensors of latent attention whose shapes contradict each other."""
+    (_, heads, dim), (rows, _, rank), (others, _, rotated), w_k, w_v = (x.shape for x in named.values())
+    as_said = rows == others and w_k == (heads, dim - rotated, rank) and w_v == (heads, w_v[1], rank)
+    if not as_said or 0 in (heads, dim - rotated, rank, w_v[1]):
+        raise ValueError(f"{LATENTS}, got {_shapes(named)}")
+
+
+def _shapes(named: Mapping[str, Tensor]) -> str:
+    """Tensors with their shapes, as the caller gave them: latents and rotated parts have no heads."""
+    shown = {
+        name: [*x.shape[:1], *x.shape[2:]] if name in ("latent", "rotated") else [*x.shape] for name, x in named.items()
+    }
+    return ", ".join(f"{name} {shape}" for name, shape in shown.items())

@@ -1,8 +1,8 @@
 """Values that ranks compare: leaves of arguments, hashes of tensors, and sketches of gradients.
 
-Along with a call they compare elements of CPU tensors, and a comparison later hashes of CUDA tensors: to read one the
-host would wait for all work before it. So the device computes a hash of the elements, which is copied to the host
-behind that work, and the ranks compare it when they next compare a call, or `LATEST` calls later.
+Along with a call they compare elements of CPU tensors, of large ones a hash, and a comparison later hashes of CUDA
+tensors: to read one the host would wait for all work before it. So the device computes a hash of the elements, which is
+copied to the host behind that work, and the ranks compare it when they next compare a call, or `LATEST` calls later.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from seqpar.comm import Comm
 from seqpar.private import torch as torch_private
 
 UNDER_WAY = -1  # the key in `Comm.agreed` of hashes that no rank has compared yet; digests are positive
+FEW = 4096  # elements of a tensor up to which they are compared one by one; of a larger one, a hash
 LATEST = 64  # calls, a step or two of a model: by then the device has long computed the hash
 SPREAD = 0x1E3779B97F4A7C15  # spreads numbers over all bits
 CHUNK = 1 << 20  # elements that are looked at together, so that a large tensor needs little memory in addition
@@ -57,6 +58,8 @@ def comparable(what: str, values: Mapping[str, object], comm: Comm, *, at_once: 
     for name, value in values.items():
         if not isinstance(value, Tensor):
             plain |= {} if value is None else {name: value}
+        elif value.numel() > FEW and (at_once or not is_on_gpu(value)):
+            plain[f"a hash of {name}"] = hashed(value)
         elif at_once or not is_on_gpu(value):
             plain[f"values of {name}"] = value.detach().double().tolist()
         else:
