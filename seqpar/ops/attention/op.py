@@ -65,7 +65,7 @@ def agreed_call(
     with agreement(verb, comm) as agreed:
         check_dense(verb, (*tensors, *(expansion or ())))
         check_tensors(q, k, v, sinks, slopes, expansion, plan, comm)
-        signature = signature_of(q, k, v, sinks, slopes, expansion, options, grads)
+        signature = signature_of(q, k, v, sinks, slopes, options, grads, expansion)
         recipe = plan.known((comm.rank, signature)) or _first(plan, comm, signature)
         if (q.shape[0], k.shape[0]) != recipe.rows:
             raise ValueError(_wrong_rows(q, k, comm, recipe, latents=expansion is not None))

@@ -76,7 +76,6 @@ class Signature(NamedTuple):
     kv_heads: int
     dim: int
     v_dim: int
-    latent: tuple[int, int] | None
     scale: float
     softcap: float
     dropout_p: float
@@ -89,8 +88,9 @@ class Signature(NamedTuple):
     q_grads: bool
     kv_grads: bool
     sink_grads: bool
-    weight_grads: bool
-    expand_bytes: int
+    latent: tuple[int, int] | None = None
+    weight_grads: bool = False
+    expand_bytes: int = 0
 
     @property
     def verb(self) -> str:
@@ -118,7 +118,7 @@ class Signature(NamedTuple):
 
     def function(self) -> tuple[object, ...]:
         """What results depend on: all but the choice of the kernel and what requires a gradient."""
-        return self[: self._fields.index("return_lse")]
+        return *self[: self._fields.index("return_lse")], self.latent
 
     def spec(self, plan: Plan) -> CallSpec:
         """The kernel's view of the call under a plan."""
@@ -142,8 +142,8 @@ def lengths_repeat(lengths: Ints) -> bool:
 
 
 def signature_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, expansion: Expansion | None,
-    options: Options, grads: Sequence[bool],
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: Options,
+    grads: Sequence[bool], expansion: Expansion | None = None,
 ) -> Signature:  # fmt: skip
     """The signature of a call whose tensors `check_tensors` has checked. grads: which of them require a gradient.
 
@@ -191,13 +191,16 @@ def signature_of(
                 "accuracy='fast' lets kernel='auto' take kernels that round each step's result, and "
                 f"kernel={options.kernel!r} is chosen by name already; leave out one of them"
             )
-    latent = None if expansion is None else (k.shape[2], v.shape[2])
-    v_dim = v.shape[2] if expansion is None else expansion.w_v.shape[1]
-    return Signature(
-        q.device, q.dtype, heads, k.shape[1], dim, v_dim, latent, scale, softcap, dropout_p, slopes is not None,
+    signature = Signature(
+        q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
         sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel),
         options.accuracy, grads[0], grads[1] or grads[2], grads[3],
-        any(grads[5:]), 0 if expansion is None else integer("expand_bytes", expansion.most, 1),
+    )  # fmt: skip
+    if expansion is None:
+        return signature
+    return signature._replace(
+        v_dim=expansion.w_v.shape[1], latent=(k.shape[2], v.shape[2]), weight_grads=any(grads[5:]),
+        expand_bytes=integer("expand_bytes", expansion.most, 1),
     )  # fmt: skip
 
 
