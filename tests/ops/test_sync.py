@@ -214,7 +214,7 @@ def test_no_value_of_a_cuda_tensor_is_read(case, options, monkeypatch) -> None:
     monkeypatch.setattr(calls, "stream_of", lambda device: device)
     monkeypatch.setattr(calls, "upload", unread)
     monkeypatch.setattr(Signature, "spec", lambda self, plan: None)
-    monkeypatch.setattr(calls, "choose", lambda name, spec: Blockwise())
+    monkeypatch.setattr(calls, "choose", lambda name, spec, *_: Blockwise())
     for module in (copies, softmax):
         monkeypatch.setattr(module, "on_triton", lambda x: False, raising=False)
     heads, kv_heads, dim, v_dim, posted = 6, 2, 8, 4, 0
