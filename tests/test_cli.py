@@ -247,6 +247,38 @@ def test_hardware_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{path} is not a hardware file: maximum recursion depth" in capsys.readouterr().err
 
 
+def test_fit_prints_the_ladder_the_choice_and_lines_to_paste(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--lengths", "131072,9000", "--host-gb", "200"]) == 0
+    said = capsys.readouterr().out
+    assert "131,072, llama-8b on h100: 8 ranks" in said and "seqpar.train.recompute(layer" in said
+    assert all(name in said for name in ("own-loss", "state-on-host", "activations GB"))
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config.write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **sizes}))
+    flags = ["--reshard", "false", "--shards", "4", "--fused-norms", "--rungs", "own-loss,full", "--no-training"]
+    assert main(["fit", "--lengths", "3000", "--ranks", "4", "--model", str(config), "--json", *flags]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == str(config) and [rung["rung"] for rung in facts["rungs"]] == ["own-loss", "full"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lengths", "4000000"), "give 32 ranks, documents of at most 1,212,000 tokens, or 148 GB of the host's"),
+        (("--lengths", "9", "--rungs", "tile"), "rungs must be some of plain"),
+        (("--lengths", "9", "--reshard", "3"), "reshard=3 is no divisor of the 8 shards"),
+        (("--lengths", "9", "--state-bytes", "8", "--no-training"), "--state-bytes is not for --no-training"),
+        (("--lengths", "9", "--model", "gpt-9"), "no model is called 'gpt-9'"),
+    ],
+)
+def test_fit_refuses_in_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
+    assert main(["fit", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("seqpar fit: ") and message in said and said.count("\n") == 1
+
+
 def test_ulysses_takes_a_width_or_one_per_document(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--lengths", "64,64", "--ranks", "4", "--layout", "zigzag", "--transport", "ring")
     one, each, mixed = (planned(capsys, *fixed, "--ulysses", widths) for widths in ("2", "2,2", "1,4"))

@@ -80,7 +80,7 @@ ORDER = {
     """,
     "planner": """
         config presets shape hardware training memory groups place nested count carried cost lines bound forecast
-        problem batch step calibration __init__
+        problem batch step ladder fitting calibration __init__
     """,
     "comm": """
         entry protocol arguments header failure rendezvous base interrupt local_waits local nccl host_pool

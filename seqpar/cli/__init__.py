@@ -1,4 +1,4 @@
-"""The command line: `seqpar doctor`, `plan`, `calibrate`, `compare`, `run`, `demo`.
+"""The command line: `seqpar doctor`, `plan`, `fit`, `calibrate`, `compare`, `run`, `demo`.
 
 A command imports its tools when it runs.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from seqpar import __version__
-from seqpar.cli import calibrate, doctor, plan, programs
+from seqpar.cli import calibrate, doctor, fit, plan, programs
 from seqpar.cli.flags import shown
 from seqpar.cli.output import CommandError
 
@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="seqpar", description="Long-context attention over many ranks.")
     parser.add_argument("--version", action="version", version=f"seqpar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (doctor, plan, calibrate, programs):
+    for module in (doctor, plan, fit, calibrate, programs):
         module.add_command(commands)
     args, rest = parser.parse_known_args(argv)
     # Only the demo takes unknown flags: it passes them to its script.

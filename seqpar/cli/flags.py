@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from seqpar.cli.output import CommandError
 
@@ -32,6 +33,13 @@ def integer(text: str) -> int:
 def integers(text: str) -> list[int]:
     """The integers of a comma-separated list. Raises: as `integer`."""
     return [integer(part) for part in text.split(",")]
+
+
+def refuse(args: Any, names: tuple[str, ...], why: str) -> None:
+    """Raise CommandError if one of these flags is given."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise CommandError(f"--{name.replace('_', '-')} {why}")
 
 
 def shown(text: str) -> str:

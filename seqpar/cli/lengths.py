@@ -1,4 +1,4 @@
-"""Document lengths for `seqpar plan`: from the command line, standard input, or a file in one of several formats."""
+"""Document lengths of commands: from the command line, standard input, or a file in one of several formats."""
 
 from __future__ import annotations
 
@@ -7,12 +7,48 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from seqpar.cli.flags import DIGITS, content, shown
+from seqpar.cli.flags import DIGITS, content, integer, refuse, shown
 from seqpar.cli.output import CommandError, need
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 COLUMN = "length"
+LEAST, MOST = 16, 1 << 20  # tokens of a document of --random
+TOKENS = 1 << 31  # tokens of a batch must be below this
+
+
+def add_lengths(parser: Any) -> None:
+    """Declare the flags that `documents` reads."""
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument(
+        "--lengths",
+        metavar="N,N,...|FILE|-",
+        help="tokens of each packed document: integers, or a file or standard input (-) with integers separated by "
+        "blanks, commas or line ends, or with a column of CSV, JSON, JSONL or (a file only) Parquet",
+    )
+    given.add_argument("--random", type=integer, metavar="N", help="N documents of heavy-tailed random lengths")
+    parser.add_argument("--column", metavar="NAME", help=f"column or key that has the lengths (default: {COLUMN})")
+    parser.add_argument("--seed", type=integer, default=0, help="seed of --random (default: 0)")
+
+
+def documents(args: Any) -> NDArray[np.int64]:
+    """The lengths that the flags give. Raises: CommandError."""
+    import numpy as np
+
+    if args.lengths is not None:
+        return np.array(lengths_of(args.lengths, args.column))
+    refuse(args, ("column",), "is for --lengths")
+    if not 1 <= args.random < TOKENS // LEAST:
+        raise CommandError(f"--random must be at least 1 and below {TOKENS // LEAST:,}, got {args.random}")
+    if args.seed < 0:
+        raise CommandError(f"--seed must be at least 0, got {args.seed}")
+    # Like real corpora: most documents are short, most tokens are in few long ones.
+    drawn = np.random.default_rng(args.seed).lognormal(np.log(1024), 1.3, args.random)
+    return np.clip(drawn, LEAST, MOST).astype(np.int64)
 
 
 def lengths_of(source: str, column: str | None = None) -> list[int]:

@@ -8,20 +8,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqpar.cli.flags import integer, integers, shown
-from seqpar.cli.lengths import COLUMN, lengths_of
+from seqpar.cli.flags import content, integer, integers, refuse, shown
+from seqpar.cli.lengths import add_lengths, documents
 from seqpar.cli.output import CommandError, need, print_table, size
 
 if TYPE_CHECKING:
     from seqpar.facts.mask import Mask
     from seqpar.plan import Plan
     from seqpar.plan.counts import Load
-    from seqpar.planner import Forecast
+    from seqpar.planner import Forecast, ModelShape
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 RANKS = 1 << 16  # at most: ranks are reported one by one
-TOKENS = 1 << 31  # tokens of a batch must be below this
-LEAST, MOST = 16, 1 << 20  # tokens of a document of --random
 STRIPED = 1 << 24  # at most: striped layouts deal tokens out one by one
 # Flags that set what the planner chooses, and flags that only the planner reads.
 CHOSEN = ("transport", "ulysses", "heads", "kv_heads", "dim", "dtype")
@@ -62,16 +60,7 @@ def add_command(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    documents = parser.add_mutually_exclusive_group(required=True)
-    documents.add_argument(
-        "--lengths",
-        metavar="N,N,...|FILE|-",
-        help="tokens of each packed document: integers, or a file or standard input (-) with integers separated by "
-        "blanks, commas or line ends, or with a column of CSV, JSON, JSONL or (a file only) Parquet",
-    )
-    documents.add_argument("--random", type=integer, metavar="N", help="N documents of heavy-tailed random lengths")
-    parser.add_argument("--column", metavar="NAME", help=f"column or key that has the lengths (default: {COLUMN})")
-    parser.add_argument("--seed", type=integer, default=0, help="seed of --random (default: 0)")
+    add_lengths(parser)
     parser.add_argument("--full", action="store_true", help="attend to every key of the document, not only causally")
     parser.add_argument(
         "--window",
@@ -91,7 +80,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--plot", metavar="PNG", help="write a picture of the plan")
     parser.add_argument("--json", action="store_true", help="print JSON")
     planner = parser.add_argument_group("with --layout planned")
-    planner.add_argument("--model", help="model, a preset of ModelShape (default: llama-8b)")
+    planner.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help="model, a preset of ModelShape or a Hugging Face config.json (default: llama-8b)",
+    )
     planner.add_argument(
         "--hardware", metavar="NAME|FILE", help="machine, a preset or a file of seqpar calibrate (default: h100)"
     )
@@ -184,13 +177,6 @@ def picture(path: str) -> Path:
         raise CommandError(f"cannot write {shown(path)}: {error}") from None
 
 
-def refuse(args: Any, names: tuple[str, ...], why: str) -> None:
-    """Raise CommandError if one of these flags is given."""
-    for name in names:
-        if getattr(args, name) is not None:
-            raise CommandError(f"--{name.replace('_', '-')} {why}")
-
-
 def planned(args: Any) -> tuple[Plan, dict[str, Any], Forecast | None]:
     """The planner's plan, the attention call of its model, for which bytes are counted, and the forecast on one rank.
 
@@ -202,9 +188,9 @@ def planned(args: Any) -> tuple[Plan, dict[str, Any], Forecast | None]:
     from seqpar.planner.hardware import COUNT
 
     refuse(args, CHOSEN, "is chosen by the planner or given by --model; take another --layout to set it")
-    model: str | ModelShape = "llama-8b" if args.model is None else args.model
+    model = model_of("llama-8b" if args.model is None else args.model)
     if args.recompute:
-        model = replace(ModelShape.preset(model), recompute=args.recompute)
+        model = replace(ModelShape.preset(model) if isinstance(model, str) else model, recompute=args.recompute)
     mask = make_mask(args)
     masks = mask if args.full or args.window else None
     machine = hardware("h100" if args.hardware is None else args.hardware)
@@ -216,6 +202,18 @@ def planned(args: Any) -> tuple[Plan, dict[str, Any], Forecast | None]:
     large, shape = replace(machine, memory=COUNT), plan.forecast.model
     alone = plan_batch(mask.lengths, 1, masks=masks, model=shape, hardware=large, training=training)
     return plan, plan.forecast.call, alone.forecast
+
+
+def model_of(name: str) -> str | ModelShape:
+    """A model by the name of a preset, or from a config.json."""
+    from seqpar.planner import ModelShape
+
+    if not os.path.isfile(name):
+        return name
+    try:
+        return ModelShape.from_config(json.loads(content(name)), name=name)
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{name} is not the config of a model that the planner knows: {error}") from None
 
 
 def hardware(name: str) -> Any:
@@ -265,21 +263,9 @@ def fixed(args: Any) -> tuple[Plan, dict[str, Any], None]:
 
 def make_mask(args: Any) -> Mask:
     """The mask described by the flags."""
-    import numpy as np
-
     from seqpar.facts.mask import Mask
 
-    if args.lengths is not None:
-        lengths = np.array(lengths_of(args.lengths, args.column))
-    else:
-        refuse(args, ("column",), "is for --lengths")
-        if not 1 <= args.random < TOKENS // LEAST:
-            raise CommandError(f"--random must be at least 1 and below {TOKENS // LEAST:,}, got {args.random}")
-        if args.seed < 0:
-            raise CommandError(f"--seed must be at least 0, got {args.seed}")
-        # Like real corpora: most documents are short, most tokens are in few long ones.
-        drawn = np.random.default_rng(args.seed).lognormal(np.log(1024), 1.3, args.random)
-        lengths = np.clip(drawn, LEAST, MOST).astype(np.int64)
+    lengths = documents(args)
     if args.window is None:
         window = (None, None)
     elif len(args.window) == 1:

@@ -2,6 +2,7 @@
 
 from seqpar.plan.recurrence import RecurrentLayer
 from seqpar.planner.batch import plan_batch
+from seqpar.planner.fitting import Ladder, fit
 from seqpar.planner.forecast import Forecast
 from seqpar.planner.hardware import AttentionCost, Hardware, Link
 from seqpar.planner.shape import ModelShape
@@ -9,6 +10,6 @@ from seqpar.planner.step import MicroBatch, plan_step
 from seqpar.planner.training import Training
 
 __all__ = [
-    "AttentionCost", "Forecast", "Hardware", "Link", "MicroBatch", "ModelShape", "RecurrentLayer", "Training",
-    "plan_batch", "plan_step",
+    "AttentionCost", "Forecast", "Hardware", "Ladder", "Link", "MicroBatch", "ModelShape", "RecurrentLayer", "Training",
+    "fit", "plan_batch", "plan_step",
 ]  # fmt: skip

@@ -147,12 +147,15 @@ class Memory:
     @property
     def rows(self) -> int:
         """The most rows that fit a rank; 0 if none fit."""
-        limits = [(m, self.usable) for m in self.moments]
-        if self.host is not None:
-            limits.append((self.host, self.usable_on_host))
-        if any(m.fixed > most for m, most in limits):
+        if any(m.fixed > most for m, most in self.limits):
             return 0
-        return min((most - m.fixed) // m.row for m, most in limits if m.row)
+        return min((most - m.fixed) // m.row for m, most in self.limits if m.row)
+
+    @property
+    def limits(self) -> list[tuple[Moment, int]]:
+        """Every moment, and what is used on the host, with the bytes that there are."""
+        limits = [(m, self.usable) for m in self.moments]
+        return limits if self.host is None else [*limits, (self.host, self.usable_on_host)]
 
     def bytes(self, rows: int) -> int:
         """Bytes of a rank with this many rows."""
