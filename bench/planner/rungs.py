@@ -51,9 +51,10 @@ def blocks_of(model: ModelShape, machine: Hardware, lengths: list[int], ranks: i
         first, last = moments["first"], moments["last"]
         held.append((last.row - first.row) // (layers - 1) * rows)
         # from the second last block to the first each adds a block's gradient
-        fixed = np.linspace(first.fixed, moments["earlier"].fixed, layers - 1).round().astype(np.int64)
-        working.append(np.append(fixed, last.fixed) + first.row * rows)
-        at_loss.append(max(m.fixed + m.row * rows for m in (moments["loss"], moments["head"])) - layers * held[-1])
+        ends = [m.bytes(rows) - m.row * rows for m in (first, moments["earlier"], last)]
+        fixed = np.linspace(ends[0], ends[1], layers - 1).round().astype(np.int64)
+        working.append(np.append(fixed, ends[2]) + first.row * rows)
+        at_loss.append(max(moments[name].bytes(rows) for name in ("loss", "head")) - layers * held[-1])
         forecast = plan_batch(lengths, ranks, model=replace(model, recompute=rung), hardware=endless).forecast
         head = float(forecast.phases["head"].max())
         seconds.append((forecast.seconds - head) / layers)

@@ -29,6 +29,7 @@ BUFFER, CONNECTED = 4 << 20, 32
 SLACK = 32  # 1/32 of memory is left to the allocator's fragmentation
 # Logits, their logarithms of softmax and the gradients of both, where the loss takes all logits at once.
 LOGIT_BYTES = 12
+BACKWARD = ("last", "earlier", "turn", "first")  # moments in a layer's backward
 WORDS = {
     "loss": "at the loss", "head": "in the head's backward",
     "last": "in the last layer's backward", "earlier": "in a layer's backward",
@@ -41,7 +42,8 @@ class Moment(NamedTuple):
     """Bytes of a rank at one moment of a step, by kind, and ``row`` bytes of activations for each of its rows.
 
     state: of the model. weights: gathered, with gradients that are being summed. head: logits and the head's gradient.
-    exchanged: keys on their way, buffers of the comm, and a tile.
+    exchanged: buffers of the comm, states on their way, and a tile. stages: keys on their way with their gradients, but
+    no more than those of all other ranks, ``keys`` bytes for each row of a rank.
     """
 
     name: str
@@ -50,21 +52,28 @@ class Moment(NamedTuple):
     head: int
     exchanged: int
     row: int
+    stages: int = 0
+    keys: int = 0
 
     @property
     def fixed(self) -> int:
-        """Bytes that do not depend on rows."""
+        """Bytes of a rank without rows."""
         return self.state + self.weights + self.head + self.exchanged
 
     def bytes(self, rows: int) -> int:
         """Bytes of a rank with this many rows."""
-        return self.fixed + self.row * rows
+        return self.fixed + self.row * rows + min(self.stages, self.keys * rows)
+
+    def rows(self, most: int) -> int:
+        """The most rows of a rank with so many bytes."""
+        room = most - self.fixed
+        return max(room // (self.row + self.keys), (room - self.stages) // self.row)
 
     def kinds(self, rows: int) -> dict[str, int]:
         """Bytes by kind of a rank with this many rows."""
         return {
             "state": self.state, "weights": self.weights, "activations": self.row * rows, "head": self.head,
-            "exchanges": self.exchanged,
+            "exchanges": self.exchanged + min(self.stages, self.keys * rows),
         }  # fmt: skip
 
 
@@ -124,7 +133,9 @@ class Memory:
         count, policy = first
         parts = [(count, replace(shape, recompute=policy)), (shape.layers - count, shape)]
         runs = [_Run.of(part, layers, training, acc * working) for layers, part in parts if layers]
-        moments = _moments(shape, training, ranks, runs, logits=logits, exchanged=stages + states, own_loss=own_loss)
+        moments = _moments(shape, training, ranks, runs, logits=logits, exchanged=states, own_loss=own_loss)
+        keys = (ranks - 1) * shape.row_bytes * (size + acc) // size
+        moments = [m._replace(stages=stages, keys=keys) if m.name in BACKWARD else m for m in moments]
         moments = [m._replace(exchanged=m.exchanged + buffers) for m in moments]
         state = _share(training.state_bytes * shape.parameters, training.over(ranks))
         inputs = size * shape.hidden * sum(run.layers for run in runs if run.offloads)
@@ -149,7 +160,7 @@ class Memory:
         """The most rows that fit a rank; 0 if none fit."""
         if any(m.fixed > most for m, most in self.limits):
             return 0
-        return min((most - m.fixed) // m.row for m, most in self.limits if m.row)
+        return min(m.rows(most) for m, most in self.limits if m.row)
 
     @property
     def limits(self) -> list[tuple[Moment, int]]:
@@ -194,7 +205,7 @@ def _moments(
 ) -> list[Moment]:
     """The moments of a step under FSDP2.
 
-    exchanged: bytes of attention's exchanges in a layer's backward.
+    exchanged: bytes of a recurrence's exchanges in a layer's backward.
     """
     shards, layers = training.over(ranks), shape.layers
     weight, summed = DTYPE_BYTES[training.weights], DTYPE_BYTES[training.reductions]

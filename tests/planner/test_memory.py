@@ -40,6 +40,20 @@ def test_a_stage_has_keys_and_the_gradients_of_two() -> None:
     assert Memory.of(SHAPE, machine, 2 * STAGE).fixed - Memory.of(SHAPE, machine, STAGE).fixed == 7 * STAGE
 
 
+def test_keys_on_their_way_are_no_more_than_all_other_ranks_have() -> None:
+    shape = replace(SHAPE, layers=2, hidden=256, heads=4, kv_heads=4, dim=32, ffn=512, vocab=1000, dtype="float32")
+    row = shape.row_bytes * 2  # and its gradient
+    for size in (400_000_000, 8_000_000_000):
+        machine = replace(Hardware.preset("cpu"), memory=size)
+        wide, narrow, alone = (
+            Memory.of(shape, machine, stage, Training(), n) for stage, n in ((STAGE, 4), (1, 4), (1, 1))
+        )
+        assert 0 < wide.rows < narrow.rows and wide.bytes(wide.rows) <= wide.usable < wide.bytes(wide.rows + 1)
+        for rows in (1, wide.rows):
+            assert wide.most(rows).kinds(rows)["exchanges"] in (0, min(4 * STAGE, 3 * row * rows))
+        assert alone.most(100).kinds(100)["exchanges"] == 0
+
+
 def test_training_needs_what_torch_tracks(programs: Programs, tmp_path: Path) -> None:
     """In a process of its own, since torch's tracker hooks into all modules of a process."""
     script = tmp_path / "traced.py"
@@ -61,7 +75,7 @@ def test_what_training_needs_decides_what_is_recomputed() -> None:
         assert counted.forecast.model.recompute != "none"
         assert counted.forecast.bytes <= counted.forecast.memory.usable
         assert "of which 16.1 GB are state" in counted.describe()
-    with pytest.raises(ValueError, match=r"needs 154.7 GB for 141.1 GB of state, .* and has 71.7 GB"):
+    with pytest.raises(ValueError, match=r"needs 153.7 GB for 141.1 GB of state, .* and has 71.7 GB"):
         plan_batch([131_072], 8, model="llama-70b", training=Training())
     with pytest.raises(ValueError, match="GB of state"):
         plan_step([5000] * 9, 1, training=Training())
