@@ -50,7 +50,8 @@ LAYERS: dict[str, tuple[set[str], set[str] | None]] = {
     "trial": (FLOOR_2 | {"foreign"}, TENSORS),
     "parallel": (FLOOR_2, TENSORS),
     "recurrent": (FLOOR_2, TENSORS),
-    **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data", "train")},
+    **{unit: (FLOOR_2 | {"parallel"}, TENSORS) for unit in ("nn", "data")},
+    "train": (FLOOR_2 | {"parallel", "foreign", "trial", "nn"}, TENSORS),
     "dsp": (FLOOR_2 | {"parallel", "foreign", "trial", "train"}, TENSORS | {"einops"}),
     "integrations": (FLOOR_3, TENSORS | {"transformers", "diffusers"}),
     "launch": (FLOOR_3, ANY),
@@ -105,7 +106,7 @@ ORDER = {
     "nn": "source attention multihead __init__",
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
-    "trial": "randomness weights protect identity nested rows record compare runs modules __init__",
+    "trial": "randomness weights protect identity nested rows record compare runs modules alone __init__",
     "integrations": """
         adapters hf hf/config
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from seqpar.nn.source import LayerPlan
 from seqpar.ops.attention.op import ATTENTION
@@ -130,4 +129,10 @@ def save_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     It costs the memory of ``out`` and ``lse``, and of the exchanged q, k, v under Ulysses; results and gradients
     match a call without a checkpoint. As with every selective checkpoint of torch, only one backward pass is possible.
     """
-    return create_selective_checkpoint_contexts([torch.ops.seqpar.attention.default])  # type: ignore[no-any-return]
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
+
+
+def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Keep the results of attention, seqpar's or another library's, which is known by the name of its operator."""
+    attends = "attention" in str(op) or "attn" in str(op)
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE

@@ -19,6 +19,7 @@ __getattr__ = names.__getattr__
 attention_of, ATTENTION = names.attribute("_attn_implementation"), names.key("_attn_implementation_internal")
 # of a class of models
 can_set_attention = names.attribute("_can_set_attn_implementation")
+recorded_of = names.attribute("_can_record_outputs")  # by name, the modules whose outputs it can return
 is_stateful = names.attribute("_is_stateful")
 SLICES_MASKS = "_maybe_slice_kv_shared_inputs"  # a method of Gemma 4, which releases before 5.13 have not
 # of a model

@@ -5,6 +5,7 @@ ranks, so losses and parameter gradients are *summed* over ranks. If a wrapper a
 (DistributedDataParallel, `fully_shard`), give the loss ``average_over=n``.
 """
 
+from seqpar.train.activations import recompute, tile
 from seqpar.train.clipping import clip_grad_norm, grad_norm
 from seqpar.train.gradients import sync_gradients
 from seqpar.train.log_probs import token_log_probs
@@ -15,5 +16,5 @@ from seqpar.train.sums import all_sum, token_mean
 
 __all__ = [
     "Mean", "all_sum", "check_model", "clip_grad_norm", "cross_entropy", "grad_norm", "linear_cross_entropy",
-    "sync_gradients", "token_log_probs", "token_mean",
+    "recompute", "sync_gradients", "tile", "token_log_probs", "token_mean",
 ]  # fmt: skip

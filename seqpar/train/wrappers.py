@@ -75,6 +75,19 @@ def sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, fsdp.FSDPModule)) if fsdp else iter(())
 
 
+def gathered(module: nn.Module) -> str:
+    """What gathers weights in calls of a module, or of modules in it, by name; "" if their weights are there."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+    for name, part in module.named_modules():
+        who = f"{name} ({type(part).__name__})" if name else "it"
+        if isinstance(part, kinds):
+            return f"{who} is a unit of FSDP"
+        if any(hasattr(p, "ds_id") for p in part.parameters(recurse=False)):
+            return f"{who} is sharded by DeepSpeed's ZeRO 3"
+    return ""
+
+
 def in_flat(p: object) -> bool:
     """Whether a parameter holds a shard of `FullyShardedDataParallel` (FSDP1): a flat one, or one inside that."""
     return torch_private.flattened(p, False)  # type: ignore[no-any-return]

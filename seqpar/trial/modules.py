@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 
 from seqpar.foreign import kind_of
+from seqpar.private.transformers import recorded_of
 
 # Modules that look at other tokens by design, in models of tokens.
 OVER_TOKENS = (
@@ -50,6 +52,21 @@ def renorming(model: nn.Module) -> list[str]:
     return (
         [f"its forward rescales weights of the tokens that a rank has: max_norm of {', '.join(names)}"] if names else []
     )
+
+
+def recording(module: nn.Module) -> list[str]:
+    """Reasons: transformers records the router logits of each call of a module in it, if they are asked for."""
+    found = [f"{name or 'it'} ({type(m).__name__})" for name, m in module.named_modules() if _is_recorded(m)]
+    return [f"transformers records router logits of {', '.join(found)}"] if found else []
+
+
+def _is_recorded(module: nn.Module) -> bool:
+    """Whether a model of the file in which a module is written records router logits of such modules."""
+    written_in: Any = sys.modules.get(kind_of(module).__module__)
+    tables = [recorded_of(kind, None) for kind in vars(written_in).values() if isinstance(kind, type)]
+    entries = [table["router_logits"] for table in tables if isinstance(table, dict) and "router_logits" in table]
+    kinds = [getattr(entry, "target_class", entry) for entry in entries]
+    return any(isinstance(kind, type) and isinstance(module, kind) for kind in kinds)
 
 
 def of_transformers(model: nn.Module) -> list[str]:

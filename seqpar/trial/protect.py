@@ -60,6 +60,18 @@ class SavedState:
                 changed[module, name] = now.clone()
         return changed
 
+    def left(self) -> list[str]:
+        """What a call has left behind: names of buffers, and of attributes that are another object or hold others."""
+        names = [f"the buffer {key} of {type(module).__name__}" for module, key in self.changed()]
+        written = [x for x, before in self._objects if not _same_items(x, before)]
+        written += [each.tensor for each in self._tensors if each.changed()]
+        for module, before in zip(self._modules, self._attributes):
+            for key in sorted((module.__dict__.keys() | before.keys()) - OF_MODULES) if before else ():
+                now = module.__dict__.get(key)
+                if now is not before.get(key) or (written and any(x is y for x in held([now]) for y in written)):
+                    names.append(f"the attribute {key} of {type(module).__name__}")
+        return names
+
     def would_write(self) -> bool:
         """Whether `restore` would write to tensors, which a graph may need as they are."""
         return bool(self.changed()) or any(each.changed() for each in self._tensors)
@@ -100,12 +112,12 @@ class _Kept:
     """The values of a tensor that is no parameter or buffer."""
 
     def __init__(self, x: Tensor) -> None:
-        self._tensor, self._version = x, self._version_of(x)
+        self.tensor, self._version = x, self._version_of(x)
         self._values = self._distinct().clone()
 
     def _distinct(self) -> Tensor:
         """The elements without those that `expand` repeats."""
-        x = self._tensor.detach()
+        x = self.tensor.detach()
         return x[tuple([slice(0, 1) if step == 0 else slice(None) for step in x.stride()])]
 
     @staticmethod
@@ -114,7 +126,7 @@ class _Kept:
 
     def changed(self) -> bool:
         """Whether the tensor has other values now, in its former shape."""
-        version = self._version_of(self._tensor)
+        version = self._version_of(self.tensor)
         if version == self._version >= 0 or (version < 0 and not torch.is_inference_mode_enabled()):
             return False  # outside of that mode its tensors cannot be written
         now = self._distinct()
@@ -125,7 +137,7 @@ class _Kept:
         """Put the values back, if the tensor was written to since."""
         if self.changed():
             self._distinct().copy_(self._values)
-            self._version = self._version_of(self._tensor)
+            self._version = self._version_of(self.tensor)
 
 
 def _can_be_kept(x: Any) -> bool:

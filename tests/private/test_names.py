@@ -84,7 +84,7 @@ OBJECTS: dict[str, dict[str, Callable[[], Any]]] = {
     ),
     "transformers": {
         **dict.fromkeys(("_attn_implementation", "_attn_implementation_internal"), lambda: CONFIG()()),
-        **dict.fromkeys(("_can_set_attn_implementation", "_is_stateful", "_tp_size"), MODEL),
+        **dict.fromkeys(("_can_record_outputs", "_can_set_attn_implementation", "_is_stateful", "_tp_size"), MODEL),
         "_global_mapping": lazily("transformers", "AttentionInterface"),
         "_reshape": lazily("transformers.models.bloom.modeling_bloom", "BloomAttention"),
         "_split_heads": lazily("transformers.models.falcon.modeling_falcon", "FalconAttention"),

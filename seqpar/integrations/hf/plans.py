@@ -14,6 +14,7 @@ from seqpar.data.union import Brought
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf.config import PlanState
 from seqpar.plan import Plan
+from seqpar.train.activations import is_recomputed
 
 Planner = Callable[[Ints, int], Plan]
 
@@ -49,7 +50,7 @@ class Plans:
     @property
     def state(self) -> PlanState:
         """The inputs of a plan other than the batch."""
-        recomputed = any([module.gradient_checkpointing for module in self._recomputing])
+        recomputed = any([module.gradient_checkpointing or is_recomputed(module) for module in self._recomputing])
         return PlanState(recomputed, self._model.device.type)
 
     def __call__(self, lengths: Ints, ranks: int, *, brought: Brought | None) -> Plan:
