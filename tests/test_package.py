@@ -122,13 +122,13 @@ ORDER = {
         parallelize transformers __init__
     """,
     "kernels": """
-        protocol dispatch dropout expanding
+        protocol dispatch dropout
         memory memory/upload
         triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
         triton/backward triton
         triton/delta triton/merge triton/rows triton/rotary
         memory/copy memory/rotary
-        softmax reference blockwise native
+        softmax reference blockwise expanding native
         vendor/varlen vendor/library vendor/segmented
         vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
         first_use preference

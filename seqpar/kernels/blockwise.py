@@ -6,6 +6,8 @@ are float32 for every input dtype: products of bf16 and fp16 are exact in it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -194,6 +196,25 @@ class _Walk:
             dv = masked_product(weights.transpose(1, 2), grad, seen.t())
             dq, dk = masked_product(ds, k, seen), masked_product(ds.transpose(1, 2), scaled, seen.t())
         return dq.mul_(self.score.scale), dk, dv
+
+
+def attend(kernel: Kernel, x: Operands, into: Sums) -> None:
+    """A kernel's forward, and the largest scores if they are asked for: a pass without values, if it keeps none."""
+    kernel.forward(x, into)
+    if into.top is None or kernel.keeps_top:
+        return
+    walk = _Walk(replace(x, score=replace(x.score, dropout_p=0.0)))
+    for i in range(walk.tiles):
+        if walk.empty(i):
+            continue
+        scaled = walk.grouped(x.q[walk.rows(i)]) * x.score.scale
+        for a, b, full in walk.spans(i):
+            for n in range(a, b, KEY_ROWS):
+                keys = slice(n, min(n + KEY_ROWS, b))
+                s = torch.bmm(scaled, walk.keys(x.k, keys).transpose(1, 2))
+                if not full:
+                    s = s.masked_fill_(~walk.seen(i, keys), -torch.inf)
+                into.top.copy_(torch.maximum(into.top, s.view(walk.heads, -1).amax(-1)))
 
 
 def _accumulate(

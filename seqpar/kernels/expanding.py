@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from seqpar.kernels.blockwise import attend
 from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Sums
 
 
@@ -39,6 +40,7 @@ class Expanding(Kernel):
     most: int
     dw_k: Tensor | None = None
     dw_v: Tensor | None = None
+    keeps_top: bool = True
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -53,8 +55,9 @@ class Expanding(Kernel):
         """Add the keys of one buffer; see the protocol."""
         acc, out = into.acc, into.out
         for heads in self._blocks(x, x.q.dtype):
-            sums = Sums(_some(acc, heads), into.lse[heads], _some(out, heads), into.first)
-            self.inner.forward(self._expanded(x, heads), sums)
+            top = None if into.top is None else into.top[heads]
+            sums = Sums(_some(acc, heads), into.lse[heads], _some(out, heads), into.first, top)
+            attend(self.inner, self._expanded(x, heads), sums)
 
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's latents and rotated parts, and those of the weights."""

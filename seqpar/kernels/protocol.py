@@ -82,13 +82,15 @@ class Sums:
     """Outputs of forward.
 
     first: ``acc`` and ``lse`` hold no earlier result; every row is written, ``0`` and ``-inf`` where it sees no key.
-    out: the final output in q's dtype, at the last step; every row is written. acc: None if first and last.
+    out: the final output in q's dtype, at the last step; every row is written. acc: None if first and last. top [H]:
+    the largest ``scale * q·k`` of the pairs seen so far, in the accumulation dtype; see `Kernel.keeps_top`.
     """
 
     acc: Tensor | None
     lse: Tensor
     out: Tensor | None
     first: bool
+    top: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)  # a frozen one takes a microsecond more
@@ -175,6 +177,9 @@ class Kernel(Protocol):
     """
 
     name: str
+    keeps_top: bool = (
+        False  # whether forward raises `Sums.top`; else `seqpar.kernels.blockwise.attend` does it after forward
+    )
 
     def missing(self) -> str | None:
         """What this machine lacks to run the kernel at all; None if it can run."""

@@ -35,8 +35,8 @@ from seqpar.train import all_sum
 from tests.cases import Case
 
 OPS = torch.ops.seqpar
-# scale, softcap, dropout_p, seed, deterministic, kernel, accuracy, return_lse
-PLAIN = (None, 0.0, 0.0, None, True, "auto", "exact", False)
+# scale, softcap, dropout_p, seed, deterministic, kernel, accuracy, return_lse, return_max_logit
+PLAIN = (None, 0.0, 0.0, None, True, "auto", "exact", False, False)
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
 
@@ -347,13 +347,13 @@ def test_attention_is_a_proper_op(layout, grads, options) -> None:
     handle = bind(plan, comm)
     q, k, v = (torch.randn(14, h, 4, dtype=torch.float64, requires_grad=grads) for h in (4, 2, 2))
     sinks, slopes = (torch.rand(4, dtype=torch.float64) if options else None for _ in range(2))
-    chosen = (0.5, 2.0, 0.25, 7, True, "auto", "fast", True) if options else PLAIN
+    chosen = (0.5, 2.0, 0.25, 7, True, "auto", "fast", True, True) if options else PLAIN
     opcheck(OPS.attention, (q, k, v, sinks, slopes, [handle], *chosen, [grads, grads, grads, False, False]))
     given = *(x.detach() for x in (q, k, v)), sinks, slopes
-    out, lse, ticket = OPS.attention(*given, [handle], *chosen, [True] * 4 + [False])
+    out, lse, top, ticket = OPS.attention(*given, [handle], *chosen, [True] * 4 + [False])
     named = bind(*carried(ticket))  # opcheck hands on copies
-    incoming = torch.randn_like(out), torch.randn_like(lse) if options else None
-    opcheck(OPS.attention_backward, (*incoming, *given, out, lse, named, [True, grads, True, options]))
+    incoming = torch.randn_like(out), torch.randn_like(lse) if options else None, None
+    opcheck(OPS.attention_backward, (*incoming, *given, out, lse, top, named, [True, grads, True, options]))
 
 
 def test_switch_is_a_proper_op() -> None:

@@ -20,6 +20,7 @@ def attention(
     softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., accuracy: Accuracy = ...,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -29,7 +30,18 @@ def attention(
     softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., accuracy: Accuracy = ...,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | Tensor, comm: Comm | None = ..., *, scale: float | None = ...,
+    softcap: float = ..., sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ..., accuracy: Accuracy = ...,
+    return_lse: bool = ...,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(
@@ -49,7 +61,8 @@ def attention(
     kernel: str = "auto",
     accuracy: Accuracy = "exact",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """This rank's rows of exact attention over the whole batch. A collective, forward and backward.
 
     Spec over ranks, with ``unshard`` putting rows at the positions of the plan's layout:
@@ -72,9 +85,12 @@ def attention(
 
     Under autocast q, k and v are cast as for torch's own attention: all but float64, to autocast's dtype.
 
-    Returns out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H] in the accumulation dtype (natural log,
-    including the sink; -inf, or the sink, for a row that sees no key). Both are differentiable. Rows that see no key,
-    and pad rows, have zero output and gradients. The gradient of ``sinks`` is this rank's share: sum it over ranks.
+    Returns (out[, lse][, max_logit]), out alone by default. out [T, H, D_v] in q's dtype. lse [T, H] in the
+    accumulation dtype (natural log, including the sink; -inf, or the sink, for a row that sees no key), with
+    return_lse. Both are differentiable. Rows that see no key, and pad rows, have zero output and gradients. The
+    gradient of ``sinks`` is this rank's share: sum it over ranks. max_logit [H], with return_max_logit: of each head
+    the largest ``scale * q·k`` that any query of any rank sees, before softcap and ALiBi, in the accumulation dtype,
+    the same on every rank; -inf if nothing is seen. It has no gradient, and costs a second pass of scores in PyTorch.
 
     Raises: ValueError for arguments that contradict the plan or each other, or differ between ranks; on every rank,
     before any byte of the call moves. Ranks compare a call when they first make one of its kind, or always with
@@ -88,6 +104,10 @@ def attention(
     if isinstance(dropout_seed, int) and not -(2**63) <= dropout_seed < 2**63:  # what an op takes
         dropout_seed = (dropout_seed + 2**63) % 2**64 - 2**63
     values = values_of("attention", plan, comm)
-    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse)
-    out, lse = ATTENTION((*autocasts([q, k, v]), sinks, alibi_slopes), values, *options)
-    return (out, lse.t()) if return_lse else out
+    options = Options(
+        scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse, return_max_logit
+    )
+    out, lse, top = ATTENTION((*autocasts([q, k, v]), sinks, alibi_slopes), values, *options)
+    if not (return_lse or return_max_logit):
+        return out
+    return out, *([lse.t()] if return_lse else []), *([top.detach()] if return_max_logit else [])

@@ -29,10 +29,11 @@ class Phase(IntEnum):
     ENTER = 0
     KEYS = 1
     LEAVE = 2
-    BACK_ENTER = 3
-    BACK_KEYS = 4
-    BACK_GRADS = 5
-    BACK_LEAVE = 6
+    LARGEST = 3
+    BACK_ENTER = 4
+    BACK_KEYS = 5
+    BACK_GRADS = 6
+    BACK_LEAVE = 7
 
 
 PHASES = len(Phase)
@@ -41,6 +42,7 @@ NAMES = {
     Phase.ENTER: "attention (forward, tokens to heads)",
     Phase.KEYS: "attention (forward, keys and values)",
     Phase.LEAVE: "attention (forward, heads to tokens)",
+    Phase.LARGEST: "attention (forward, the largest scores)",
     Phase.BACK_ENTER: "attention (backward, tokens to heads)",
     Phase.BACK_KEYS: "attention (backward, keys and values)",
     Phase.BACK_GRADS: "attention (backward, gradients of keys and values)",
@@ -215,6 +217,7 @@ class PartTensors:
     lse: Tensor  # [h, M]
     blocks: list[ScoredBlock]
     acc: Tensor | None = None  # out in the accumulation dtype, if there are several steps
+    top: Tensor | None = None  # [h] the largest scores, if they are returned
 
 
 def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> UploadedSteps:

@@ -31,6 +31,7 @@ def latent_attention(
     comm: Comm | None = ..., *, scale: float | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
     dropout_p: float = ..., dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ...,
     accuracy: Accuracy = ..., expand_bytes: int = ..., return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -40,7 +41,18 @@ def latent_attention(
     comm: Comm | None = ..., *, scale: float | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
     dropout_p: float = ..., dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ...,
     accuracy: Accuracy = ..., expand_bytes: int = ..., return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def latent_attention(
+    q: Tensor, latent: Tensor, rotated: Tensor | None, w_k: Tensor, w_v: Tensor, plan: Plan | Tensor,
+    comm: Comm | None = ..., *, scale: float | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
+    dropout_p: float = ..., dropout_seed: int | None = ..., deterministic: bool = ..., kernel: str = ...,
+    accuracy: Accuracy = ..., expand_bytes: int = ..., return_lse: bool = ...,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def latent_attention(
@@ -62,7 +74,8 @@ def latent_attention(
     accuracy: Accuracy = "exact",
     expand_bytes: int = 256 << 20,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """This rank's rows of multi-head latent attention (MLA): ranks exchange latents. A collective, as `attention`.
 
     Spec over ranks, with ``unshard`` putting rows at the positions of the plan's layout:
@@ -80,7 +93,7 @@ def latent_attention(
     its queries see, in forward and again in backward; no expanded row is sent or kept for backward. expand_bytes: of
     one expanded buffer, of keys and values or of their gradients; heads are expanded in blocks, at least one at a time.
 
-    Returns as `attention`: out [T, H, D_v] in q's dtype, and if return_lse also lse [T, H]. The gradients of w_k, w_v
+    Returns as `attention`: (out[, lse][, max_logit]), out [T, H, D_v] in q's dtype. The gradients of w_k, w_v
     and sinks are this rank's shares: sum them over ranks.
 
     Raises: as `attention`; ValueError also for weights that differ between ranks, which are compared as sinks are.
@@ -90,19 +103,23 @@ def latent_attention(
     if isinstance(dropout_seed, int) and not -(2**63) <= dropout_seed < 2**63:  # what an op takes
         dropout_seed = (dropout_seed + 2**63) % 2**64 - 2**63
     values = values_of("latent_attention", plan, comm)
-    options = Options(scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse)
+    options = Options(
+        scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse, return_max_logit
+    )
     if rotated is None and isinstance(latent, Tensor):
         rotated = latent.detach()[..., :0]
     rows = [x.unsqueeze(1) if isinstance(x, Tensor) and x.dim() else x for x in (latent, rotated)]
     tensors = [*autocasts([q, *rows, w_k, w_v]), sinks]
-    out, lse = LATENT_ATTENTION(tensors, values, *options, expand_bytes)
-    return (out, lse.t()) if return_lse else out
+    out, lse, top = LATENT_ATTENTION(tensors, values, *options, expand_bytes)
+    if not (return_lse or return_max_logit):
+        return out
+    return out, *([lse.t()] if return_lse else []), *([top.detach()] if return_max_logit else [])
 
 
 def _run(
     tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any
 ) -> tuple[Sequence[Tensor], Tensors, Call]:
-    """Output and lse [H, T], the weights and what else backward needs, and the call."""
+    """Output, lse [H, T] and the largest scores, the weights and what else backward needs, and the call."""
     *given, expand_bytes, grads = options_and_grads
     q, latent, rotated, w_k, w_v, sinks = tensors
     plan, comm, options = resolved(values, Options(*given))
@@ -130,18 +147,20 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
 LATENT_ATTENTION = CollectiveOp("latent_attention", _run, back=_back, reads_results=True)
 
 
-def _fake(q: Tensor, latent: Tensor, rotated: Tensor, w_k: Tensor, w_v: Tensor, *_: object) -> tuple[Tensor, ...]:
+def _fake(q: Tensor, latent: Tensor, rotated: Tensor, w_k: Tensor, w_v: Tensor, *more: Any) -> tuple[Tensor, ...]:
     if any(x.dim() != 3 for x in (q, latent, rotated, w_k, w_v)):
         shapes = [list(x.shape) for x in (q, latent, rotated, w_k, w_v)]
         raise ValueError(f"q, w_k, w_v must have 3 dimensions, latent and rotated 2, got {shapes}")
     rows, heads, _ = q.shape
-    ticket = torch.empty((), dtype=torch.int64, device="cpu")
-    return q.new_empty(rows, heads, w_v.shape[1]), q.new_empty(heads, rows, dtype=acc_dtype(q.dtype)), ticket
+    ticket, acc = torch.empty((), dtype=torch.int64, device="cpu"), acc_dtype(q.dtype)
+    top = q.new_empty(heads if more[-3] else 0, dtype=acc)
+    return q.new_empty(rows, heads, w_v.shape[1]), q.new_empty(heads, rows, dtype=acc), top, ticket
 
 
 def _fake_back(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, latent: Tensor, rotated: Tensor, w_k: Tensor, w_v: Tensor,
-    sinks: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, needs: Sequence[bool],
+    dout: Tensor | None, dlse: Tensor | None, dtop: Tensor | None, q: Tensor, latent: Tensor, rotated: Tensor,
+    w_k: Tensor, w_v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, top: Tensor, ticket: Tensor,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     pairs = zip((q, latent, rotated, w_k, w_v, sinks), needs, strict=True)
     return tuple(x.new_empty(x.shape) if x is not None and need else unneeded([q]) for x, need in pairs)
@@ -151,12 +170,13 @@ LATENT_ATTENTION.define(
     6,
     "(Tensor q, Tensor latent, Tensor rotated, Tensor w_k, Tensor w_v, Tensor? sinks, Tensor[] handles, float? scale, "
     "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, str accuracy, "
-    "bool return_lse, int expand_bytes, bool[] grads) -> (Tensor out, Tensor lse, Tensor ticket)",
+    "bool return_lse, bool return_max_logit, int expand_bytes, bool[] grads) -> (Tensor out, Tensor lse, Tensor top, "
+    "Tensor ticket)",
     _fake,
 )
 LATENT_ATTENTION.define_back(
-    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor latent, Tensor rotated, Tensor w_k, Tensor w_v, Tensor? sinks, "
-    "Tensor out, Tensor lse, Tensor ticket, bool[] needs) -> (Tensor dq, Tensor dlatent, Tensor drotated, Tensor dw_k, "
-    "Tensor dw_v, Tensor dsinks)",
+    "(Tensor? dout, Tensor? dlse, Tensor? dtop, Tensor q, Tensor latent, Tensor rotated, Tensor w_k, Tensor w_v, "
+    "Tensor? sinks, Tensor out, Tensor lse, Tensor top, Tensor ticket, bool[] needs) -> "
+    "(Tensor dq, Tensor dlatent, Tensor drotated, Tensor dw_k, Tensor dw_v, Tensor dsinks)",
     _fake_back,
 )

@@ -2,8 +2,8 @@
 
 ::
 
-    seqpar::attention           q k v sinks slopes, handles, options   ->  out lse ticket
-    seqpar::attention_backward  gradients, q k v sinks slopes out lse, ticket   ->  dq dk dv dsinks
+    seqpar::attention           q k v sinks slopes, handles, options   ->  out lse top ticket
+    seqpar::attention_backward  gradients, q k v sinks slopes out lse top, ticket   ->  dq dk dv dsinks
 
 Plan and comm come through handles and are looked up when the op runs. They are unknown while a graph is traced, so fake
 results depend on q and v alone. Saved are the tensors inside the head trade, so that backward only trades gradients. If
@@ -25,7 +25,7 @@ from seqpar.comm.header import hash63
 from seqpar.kernels import Kernel, acc_dtype, faulty
 from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, prepare, recipe_of
 from seqpar.ops.attention.rows import leading, near
-from seqpar.ops.attention.schedule import backward, forward
+from seqpar.ops.attention.schedule import backward, forward, largest
 from seqpar.ops.attention.signature import Expansion, Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, gathering, remember
@@ -42,7 +42,7 @@ log = logging.getLogger("seqpar.ops")
 def _run(
     tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any
 ) -> tuple[Sequence[Tensor], Tensors, Call]:
-    """Output and lse [H, T], the tensors of these and of the parts that backward needs, and the call."""
+    """Output, lse [H, T] and the largest scores, the tensors of the parts that backward needs, and the call."""
     *given, grads = options_and_grads
     plan, comm, options = resolved(values, Options(*given))
     call = agreed_call("attention", tensors, None, plan, comm, options, grads)
@@ -86,17 +86,21 @@ def agreed_call(
 
 
 def computed(call: Call, kernel: Kernel, tensors: Sequence[Any], *, saves: bool) -> tuple[list[Tensor], Tensors]:
-    """Output and lse [H, T], and the tensors that `differentiated` needs, if it `saves` any. tensors: as agreed."""
+    """Output, lse [H, T] and the largest scores [H], and the tensors that `differentiated` needs, if it `saves` any.
+
+    tensors: as agreed. Scores that are not asked for are [0].
+    """
     *qkv, sinks, slopes = tensors
     q, k, v = map(near, qkv)
     with _computing(call, q):
         out, lse, parts = forward(call, kernel, q, k, v, sinks, slopes)
+        top = largest(call, parts) if call.signature.return_max_logit else lse.new_empty(0)
     saved: list[Tensor | None] = []
     if saves:
         saved = [sinks, slopes, out, lse]
         for part, own in zip(call.recipe.parts, parts, strict=True):
             saved += _saved(part, own, (q, k, v), call.recipe.widths[part.width].views)
-    return [out, lse], saved
+    return [out, lse, top], saved
 
 
 @contextmanager
@@ -172,7 +176,7 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
 def differentiated(call: Call, kernel: Kernel, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
     """dq, dk, dv, dsinks, from what `computed` saved; None where none is needed."""
     call.passes += 1
-    dout, dlse = grads
+    dout, dlse, _ = grads
     sinks, slopes, out, lse, *inside = saved
     parts = [
         _restored(call, part, inside[5 * n : 5 * n + 5], out, lse, slopes) for n, part in enumerate(call.recipe.parts)
@@ -215,17 +219,19 @@ def _restored(
 ATTENTION = CollectiveOp("attention", _run, back=_back, reads_results=True)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
     if any(x.dim() != 3 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {[list(x.shape) for x in (q, k, v)]}")
     rows, heads, _ = q.shape
-    ticket = torch.empty((), dtype=torch.int64, device="cpu")
-    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(heads, rows, dtype=acc_dtype(q.dtype)), ticket
+    ticket, acc = torch.empty((), dtype=torch.int64, device="cpu"), acc_dtype(q.dtype)
+    top = q.new_empty(heads if more[-2] else 0, dtype=acc)
+    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(heads, rows, dtype=acc), top, ticket
 
 
 def _fake_back(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    slopes: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, needs: Sequence[bool],
+    dout: Tensor | None, dlse: Tensor | None, dtop: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    sinks: Tensor | None, slopes: Tensor | None, out: Tensor, lse: Tensor, top: Tensor, ticket: Tensor,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     pairs = zip((q, k, v, sinks), needs, strict=False)
     return tuple(x.new_empty(x.shape) if x is not None and need else unneeded([q]) for x, need in pairs)
@@ -235,11 +241,12 @@ ATTENTION.define(
     5,
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor[] handles, float? scale, "
     "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, str accuracy, "
-    "bool return_lse, bool[] grads) -> (Tensor out, Tensor lse, Tensor ticket)",
+    "bool return_lse, bool return_max_logit, bool[] grads) -> (Tensor out, Tensor lse, Tensor top, Tensor ticket)",
     _fake,
 )
 ATTENTION.define_back(
-    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor out, "
-    "Tensor lse, Tensor ticket, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "(Tensor? dout, Tensor? dlse, Tensor? dtop, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor out, Tensor lse, Tensor top, Tensor ticket, bool[] needs) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _fake_back,
 )

@@ -41,7 +41,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.comm.base import pairs
 from seqpar.kernels import Grads, Kernel, Operands, Sums, softmax
+from seqpar.kernels.blockwise import attend
 from seqpar.ops.attention import heads as trade
 from seqpar.ops.attention.call import Call, Heads, PartTensors, Phase, uploaded
 from seqpar.ops.attention.grads import GradientExchange, KeyGradients
@@ -132,6 +134,8 @@ def _inside(
         rows, heads = traded[0].shape[:2]
         own = out.new_zeros(rows, heads, call.signature.v_dim), lse.new_full((heads, rows), -torch.inf)
     tensors = PartTensors(*traded, *own, call.blocks(part, slopes))
+    if call.signature.return_max_logit:
+        tensors.top = lse.new_full(traded[0].shape[1:2], -torch.inf)
     if sinks is not None:
         mine = call.recipe.widths[part.width].shares[0][part.share]
         tensors.lse.copy_(sinks.to(call.recipe.acc)[mine, None].expand_as(tensors.lse))
@@ -154,10 +158,26 @@ def _compute(call: Call, kernel: Kernel, step: Step, tensors: PartTensors, keys:
                     q, acc, out = _of_heads(heads, tensors.q, tensors.acc, tensors.out if last and not wide else None)
                     lse = tensors.lse if heads is None else tensors.lse[heads]
                     operands = Operands(q, *_of_heads(kv, keys, values), facts, score)
-                    kernel.forward(operands, Sums(acc, lse, out, first))
+                    top = tensors.top if tensors.top is None or heads is None else tensors.top[heads]
+                    attend(kernel, operands, Sums(acc, lse, out, first, top))
                 first = False
     if step.last:
         tensors.acc = None
+
+
+def largest(call: Call, insides: Sequence[PartTensors]) -> Tensor:
+    """The largest scores of each head [H], of all keys of all ranks: parts' own ones, then between pairs of ranks."""
+    recipe, s, comm = call.recipe, call.signature, call.comm
+    top = torch.full((s.heads,), -torch.inf, dtype=recipe.acc, device=s.device)
+    for part, tensors in zip(recipe.parts, insides, strict=True):
+        mine = recipe.widths[part.width].shares[0][part.share]
+        if tensors.top is not None:
+            top[mine] = torch.maximum(top[mine], tensors.top)
+    for stage, peer in pairs(comm.rank, comm.size):
+        heard = comm.empty(top.shape, top.dtype, top.device)
+        comm.exchange({peer: [top]}, {peer: [heard]}, tag=call.message(Phase.LARGEST, stage)).wait()
+        top = torch.maximum(top, heard)
+    return top
 
 
 def _of_heads(heads: Heads, *tensors: Any) -> Sequence[Any]:

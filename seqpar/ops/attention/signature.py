@@ -33,6 +33,7 @@ class Options(NamedTuple):
     kernel: str
     accuracy: str
     return_lse: bool
+    return_max_logit: bool = False
 
 
 class Expansion(NamedTuple):
@@ -91,6 +92,7 @@ class Signature(NamedTuple):
     latent: tuple[int, int] | None = None
     weight_grads: bool = False
     expand_bytes: int = 0
+    return_max_logit: bool = False
 
     @property
     def verb(self) -> str:
@@ -111,7 +113,8 @@ class Signature(NamedTuple):
             **latents,
             "dtype": self.dtype, "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "v_dim": self.v_dim,
             "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p, "sinks": self.sinks,
-            "alibi_slopes": self.slopes, "return_lse": self.return_lse, "deterministic": self.deterministic,
+            "alibi_slopes": self.slopes, "return_lse": self.return_lse,
+            "return_max_logit": self.return_max_logit, "deterministic": self.deterministic,
             "kernel": kernel, "accuracy": self.accuracy, "q requires grad": self.q_grads,
             "k or v requires grad": self.kv_grads, "sinks require grad": self.sink_grads, "device": self.device.type,
         }  # fmt: skip
@@ -195,6 +198,7 @@ def signature_of(
         q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
         sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel),
         options.accuracy, grads[0], grads[1] or grads[2], grads[3],
+        return_max_logit=bool(options.return_max_logit),
     )  # fmt: skip
     if expansion is None:
         return signature
