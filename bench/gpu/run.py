@@ -49,6 +49,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     """Slice -> its cases, in the order in which they run; imported late, as Triton reads its environment then."""
     from bench.gpu.correct import correct
     from bench.gpu.model import model
+    from bench.gpu.offload import offload
     from bench.gpu.peer_comm import comm
     from bench.gpu.profile import profile
     from bench.gpu.recurrent import recurrent
@@ -63,7 +64,7 @@ def slices() -> dict[str, Callable[[bool], list[Case]]]:
     return {
         "correct": correct, "ceilings": ceilings, "forward": forward, "backward": backward, "ring": ring, "step": step,
         "accumulate": accumulate, "auto": auto, "model": model, "trees": trees, "recurrent": recurrent, "small": small,
-        "comm": comm, "host": host, "profile": profile, "tune": tune,
+        "offload": offload, "comm": comm, "host": host, "profile": profile, "tune": tune,
     }  # fmt: skip
 
 

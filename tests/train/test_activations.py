@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import permutations
@@ -29,7 +30,7 @@ from seqpar.testing import run_processes, run_threads
 from seqpar.train import activations, recompute, sync_gradients, tile
 from tests.integrations.hf.models import PLANS, SIZES, batches, beyond, build, drawn
 from tests.ranks import error_of, errors, in_wrapper, whole_gradients
-from tests.trial.models import MASK, Model
+from tests.trial.models import MASK, Block, Model
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -281,11 +282,11 @@ def packed_by(run: Callable[[], Any]) -> list[list[int]]:
 
 
 def test_a_block_keeps_one_tensor() -> None:
-    class Block(nn.Module):
+    class Turned(nn.Module):
         def forward(self, at: Tensor, x: Tensor, cos: Tensor, *, scale: float) -> Tensor:
             return (x * cos).sin() * scale + at
 
-    block, x, cos, at = Block(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), torch.arange(4)
+    block, x, cos, at = Turned(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), torch.arange(4)
     handle = recompute(block, offload=True)
     for call in (lambda: block(at, x, cos, scale=2.0), lambda: block(at, cos=cos, x=x, scale=2.0)):
         assert packed_by(call) == [[3, 4]]
@@ -297,6 +298,33 @@ def test_a_block_keeps_one_tensor() -> None:
         assert packed_by(lambda layer=layer: layer(hidden, position_embeddings=angles)) == [[1, 7, 32]]
     handle.undo()
     assert len(packed_by(lambda: block(at, x, cos, scale=2.0))) > 1
+
+
+class Called(TorchDispatchMode):
+    """How often operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_attention_is_repeated_unless_it_is_kept(kept: bool) -> None:
+    x, called = torch.randn(1, 9, 16, requires_grad=True), Called()
+    block = Block()
+    expected = torch.autograd.grad(block(x).sin().sum(), x)
+    tile(block.mlp, 4)
+    recompute(block, save_attention=kept)
+    block(x)
+    with called:
+        found = torch.autograd.grad(block(x).sin().sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert called.times["aten._scaled_dot_product_flash_attention_for_cpu"] == (1 if kept else 2)
+    assert called.times["aten._scaled_dot_product_flash_attention_for_cpu_backward"] == 1
 
 
 def test_inputs_on_the_host_are_fetched_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
