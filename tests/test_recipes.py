@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.planner import fit
 from tests.programs import Programs
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,21 @@ def test_its_losses_are_those_of_one_rank(script: Path, programs: Programs, tmp_
     alone, shared = (losses(programs.ranks(n, script, tmp_path / str(n), "--small")[0]) for n in (1, 2))
     assert len(alone) == len(set(alone)) == 3
     assert shared == pytest.approx(alone, rel=1e-4)
+
+
+def test_llama_recomputes_what_fit_says() -> None:
+    source = (ROOT / "examples" / "recipes" / "llama_loop.py").read_text()
+    lengths = re.search(r"else \[(131_072[\d_, ]*)\]", source)
+    assert lengths is not None
+    tokens = [int(each.replace("_", "")) for each in lengths[1].split(",")]
+    ladder = fit(tokens, 8)
+    choice, loop = ladder.choice, "    recompute(layer, save_attention=True)\n"
+    assert choice.ranks == 8 and choice.micro_batches == 1 and choice.mix.rest == "none"
+    assert f"RECOMPUTED = 1 if SMALL else {choice.mix.number}  #" in source and loop in source
+    assert f"    seqpar.train.{loop.strip()}" in ladder.lines
+    told = " ".join(source.split())
+    assert f"seqpar fit --lengths {','.join(map(str, tokens))} --ranks 8" in told
+    assert " ".join(ladder.reasons.splitlines()[0].split()) in told
 
 
 def test_the_page_lists_every_recipe() -> None:

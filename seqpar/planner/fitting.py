@@ -14,7 +14,7 @@ from seqpar.facts.mask import Mask
 from seqpar.facts.value import integer
 from seqpar.planner.forecast import in_words
 from seqpar.planner.hardware import PRESETS, Hardware
-from seqpar.planner.ladder import HOST, RUNGS, Batch, Choice, Machine, Mix, Rung
+from seqpar.planner.ladder import HOST, RUNGS, Batch, Choice, LadderRow, Machine, Mix
 from seqpar.planner.memory import SLACK, WORDS
 from seqpar.planner.shape import TILE, ModelShape
 from seqpar.planner.step import MOST
@@ -34,7 +34,7 @@ class Ladder:
     training: Training
     tokens: int
     longest: int
-    rungs: tuple[Rung, ...]
+    rungs: tuple[LadderRow, ...]
     choice: Choice
     by_ranks: tuple[tuple[int, float], ...]
     hiding: int
@@ -64,10 +64,14 @@ class Ladder:
 
     @property
     def reasons(self) -> str:
-        """Numbers of ranks, and whether weights arrive in time, in words."""
+        """The memory of a rank, numbers of ranks, and whether weights arrive in time, in words."""
         c = self.choice
         each = ", ".join(f"{ranks}: {in_words(seconds)}" for ranks, seconds in self.by_ranks)
+        most = c.memory.most(c.rows)
+        kinds = ", ".join(f"{kind} {held / GB:.1f}" for kind, held in most.kinds(c.rows).items())
+        size = f"{most.bytes(c.rows) / GB:.1f} of {c.memory.usable / GB:.1f} GB {WORDS[most.name]}"
         said = (
+            f"memory of a rank {size}: {kinds}\n"
             f"seconds of a step by ranks: {each}\n"
             f"{in_words(c.exposed)} of a step wait for weights, gradients or the host; a layer's weights arrive while "
             f"the layer before computes from {self.hiding:,} rows a rank on, and a rank has up to {c.rows:,}"
@@ -176,19 +180,19 @@ def _machines(shape: ModelShape, hardware: Hardware, training: Training, ranks: 
         yield Machine(shape, hardware, training, fewer)
 
 
-def _rung(batch: Batch, at: Machine, name: str) -> Rung:
+def _rung(batch: Batch, at: Machine, name: str) -> LadderRow:
     """A row of the table."""
     policy, whole = RUNGS[name]
     mix = Mix(0, policy, policy, whole, at.training.state_on_host or name == "state-on-host")
     memory = at.memory(mix)
     longest = min(memory.rows * at.ranks, MOST)
     if batch.longest > longest:
-        return Rung(name, longest, -(-batch.longest // at.ranks), memory)
+        return LadderRow(name, longest, -(-batch.longest // at.ranks), memory)
     planned = batch.planned(at, mix, memory)
-    return Rung(name, longest, planned.rows, memory, planned.micro_batches, planned.seconds)
+    return LadderRow(name, longest, planned.rows, memory, planned.micro_batches, planned.seconds)
 
 
-def _cells(rung: Rung) -> list[str]:
+def _cells(rung: LadderRow) -> list[str]:
     limit = rung.limit
     kinds = limit.kinds(rung.rows)
     of = rung.memory.usable_on_host if limit.name == "host" else rung.memory.usable
@@ -288,7 +292,9 @@ def _lines(ladder: Ladder) -> Iterator[str]:
         yield f"seqpar.train.tile(model.model.norm, {TILE})"
     given = "mp_policy=policy" + ", offload_policy=CPUOffloadPolicy()" * host
     if shards < c.ranks:
-        yield f"mesh = torch.distributed.init_device_mesh(model.device.type, ({c.ranks // shards}, {shards}))"
+        dims = '("copies", "shards")'
+        sizes = f"{c.ranks // shards}, {shards}"
+        yield f"mesh = torch.distributed.init_device_mesh(model.device.type, ({sizes}), mesh_dim_names={dims})"
         given = f"mesh=mesh, {given}"
     yield f"policy = MixedPrecisionPolicy(torch.{t.weights}, torch.{t.reductions})"
     yield "for layer in layers:"

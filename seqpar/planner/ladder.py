@@ -67,7 +67,7 @@ class Mix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rung:
+class LadderRow:
     """One rung on the ranks of the choice: what fits, and this batch on it.
 
     longest: tokens of the longest document, or of a micro-batch, that fits; 0 if none. memory: of a rank with ``rows``
