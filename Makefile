@@ -78,10 +78,10 @@ links: $(READY)
 	$(BIN)/python -m tests.links
 
 # on one NVIDIA GPU, by any Python with torch, numpy and einops: nothing is installed. PYTHON=... names it, else that of
-# $(VENV) if there is one. ARGS=--needs says what is missing, ARGS="--minutes 8" stops in time and goes on at the next
-# call, ARGS=--rehearse needs no GPU
+# $(VENV) if there is one. The first hour in parts; or with ARGS the words of bench.gpu.run: ARGS=--needs says what is
+# missing, ARGS="--minutes 8" stops in time and goes on at the next call, ARGS=--rehearse needs no GPU
 gpu:
-	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m bench.gpu.run $(ARGS)
+	PYTHON="$(GPU_PYTHON)" bench/gpu/first_hour.sh bench/results one $(ARGS)
 
 # the compiled CPU code under address, undefined-behaviour and thread sanitizers, without Python
 sanitize: $(READY)

@@ -12,8 +12,8 @@ and with a busy one), `layers` (attention under ring, fetch and Ulysses beside o
 exposed time of a trace) and `magi` (the workload of `bench/gpu/magi.py`). Rows are those of `bench/gpu/run.py`,
 written by rank 0. A time is that of the slowest rank, from the moment at which all ranks and their devices are ready.
 
-Variables that start with NCCL_ and TORCH_NCCL_, and ``--shared``, are part of a row's origin, so runs with others go
-into the same file.
+Variables that start with NCCL_ and TORCH_NCCL_, CUDA_DEVICE_MAX_CONNECTIONS, ``--shared``, ``--min-ctas`` and
+``--symmetric`` are part of a row's origin, so runs with others go into the same file.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from bench.gpu.rows import Case, Results, Row
 from bench.gpu.run import RESERVE, said
 from bench.gpu.speed import rate
 from bench.gpu.step import Lone
+from bench.gpu.symmetric import peer_comm
 from bench.gpu.verb import STEP, Verb
 from bench.lib.watched import Watched
 from seqpar.comm import Comm, GroupComm, PeerComm, ShmComm, Tag
@@ -53,13 +54,14 @@ MEGABYTES = (8, 33, 67, 268)  # keys of 2K and 8K rows, gradients of 8K, keys of
 ROWS = (8192, 2048, 4096, 16384, 32768)  # a rank's
 LONGEST = 1 << 18  # tokens that one GPU computes by itself
 HOPS = 5  # in one time
+VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class World:
     """This rank among all. comms: by the name of what carries them. absent: why a comm is not among them."""
 
-    def __init__(self, comm: Comm, machine: Machine, opened: Row | None = None) -> None:
+    def __init__(self, comm: Comm, machine: Machine, opened: Row | None = None, *, symmetric: bool = False) -> None:
         self.comm, self.machine, self.opened = comm, machine, opened
         self.comms: dict[str, Comm] = {"gloo" if machine.rehearsal else "NCCL": comm}
         self.absent: dict[str, str] = {}
@@ -67,7 +69,7 @@ class World:
             if machine.rehearsal:
                 self.comms["ShmComm"] = ShmComm()  # in the place of PeerComm
             else:
-                self.comms["PeerComm"] = PeerComm(pool_bytes=1 << 31)
+                self.comms["PeerComm"] = peer_comm(1 << 31) if symmetric else PeerComm(pool_bytes=1 << 31)
         except (NotImplementedError, ValueError) as error:
             self.absent["PeerComm"] = f"{type(error).__name__}: {error}"[:300]
 
@@ -363,9 +365,9 @@ def measured(comm: Comm, args: argparse.Namespace, opened: Row | None = None) ->
     machine = Machine(rehearsal=args.rehearse, minutes=args.minutes)
     if args.rehearse:
         machine.wait = lambda: None
-    world = World(comm, machine, opened)
-    variables: dict[str, Any] = {"shared": args.shared}
-    variables |= {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+    world = World(comm, machine, opened, symmetric=args.symmetric)
+    variables: dict[str, Any] = {"shared": args.shared, "min_ctas": args.min_ctas, "symmetric": args.symmetric}
+    variables |= {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     results = Results(args.json, machine.origin(args.commit) | {"variables": variables}) if comm.rank == 0 else None
     rows: list[Row] = []
     longest: dict[str, float] = {}  # seconds that a case takes, by slice
@@ -395,6 +397,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--minutes", type=float, default=float("inf"), help="after which no case starts")
     found.add_argument("--commit", help="what rows say where git cannot be asked")
     found.add_argument("--shared", action="store_true", help="the comm shares the group's communicator")
+    found.add_argument("--min-ctas", type=int, help="of the comm's own communicators, see `seqpar.GroupComm`")
+    found.add_argument("--symmetric", action="store_true", help="PeerComm with torch's symmetric memory")
     found.add_argument("--rehearse", action="store_true", help="tiny sizes over gloo on the CPU")
     return found
 
@@ -416,7 +420,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.json = Path(tempfile.mkdtemp()) / "rehearsal.jsonl" if options.rehearse else RESULTS
     free = 0 if options.rehearse else torch.cuda.mem_get_info()[0]
     began = time.perf_counter()
-    comm = GroupComm(private=not options.shared)
+    comm = GroupComm(private=not options.shared, min_ctas=options.min_ctas)
     ms = (time.perf_counter() - began) * 1e3
     memory = 0 if options.rehearse else free - torch.cuda.mem_get_info()[0]
     first = {"ms": ms, "ms_fastest": ms, "ms_slowest": ms, "tflops": None, "baseline": None, "ratio": None,

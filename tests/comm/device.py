@@ -57,6 +57,10 @@ class Stream:
         if self.at_once:
             self.synchronize()
 
+    @property
+    def cuda_stream(self):
+        return self  # as a driver's functions are given it
+
     def event(self):
         event = Event()
         self._queue.put(event.set)
