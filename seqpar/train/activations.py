@@ -40,7 +40,7 @@ _trying = threading.RLock()  # ranks that are threads may share a module, whose 
 _last = threading.local()  # its `packed` is the input that this thread moved to the host last
 
 
-def tile(module: nn.Module, rows: int) -> Rung:
+def tile(module: nn.Module, rows: int) -> ReplacedForward:
     """Compute a module in tiles of so many rows, in forward and in backward; returns a handle with ``undo()``.
 
     module: takes one tensor [..., T, C] and returns one with the same rows [..., T, C'], each of which follows from its
@@ -67,7 +67,7 @@ def tile(module: nn.Module, rows: int) -> Rung:
     return _Tiled(module, who, rows)
 
 
-def recompute(block: nn.Module, *, save_attention: bool = False, offload: bool = False) -> Rung:
+def recompute(block: nn.Module, *, save_attention: bool = False, offload: bool = False) -> ReplacedForward:
     """Keep only a block's input, and compute the block again in backward; returns a handle with ``undo()``.
 
     block: a layer of a model. Its input is its first tensor of floating point; other arguments stay as they are.
@@ -90,10 +90,10 @@ def recompute(block: nn.Module, *, save_attention: bool = False, offload: bool =
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether `recompute` was called for a module."""
-    return any(isinstance(each, _Recomputed) for each in _rungs(module))
+    return any(isinstance(each, _Recomputed) for each in _replaced(module))
 
 
-class Rung:
+class ReplacedForward:
     """A module's forward, replaced until `undo`. A copy of the module has its own, around its own forward."""
 
     def __init__(self, module: nn.Module, who: str) -> None:
@@ -112,7 +112,7 @@ class Rung:
         self.active = False  # where another wrapper holds this one
         for owner, name in places_of(self.module):
             place = vars(owner)
-            while isinstance(above := place.get(name), Rung) and above is not self:
+            while isinstance(above := place.get(name), ReplacedForward) and above is not self:
                 place, name = vars(above), "forward"
             if place.get(name) is not self:
                 continue
@@ -142,7 +142,7 @@ class Rung:
         return run
 
 
-class _Tiled(Rung):
+class _Tiled(ReplacedForward):
     """The forward of a tiled module. tried: in which modes, training or not, it was tried."""
 
     def __init__(self, module: nn.Module, who: str, rows: int) -> None:
@@ -205,7 +205,7 @@ class _Saved(torch.autograd.Function):
         return None, None
 
 
-class _Recomputed(Rung):
+class _Recomputed(ReplacedForward):
     """The forward of a block that backward computes again."""
 
     def __init__(self, block: nn.Module, who: str, *, save_attention: bool, offload: bool) -> None:
@@ -270,20 +270,20 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _rungs(module: nn.Module) -> Iterator[Rung]:
+def _replaced(module: nn.Module) -> Iterator[ReplacedForward]:
     """What is around a module's forward, from the outermost."""
     for owner, name in places_of(module):
         each = vars(owner).get(name)
-        while isinstance(each, Rung):
+        while isinstance(each, ReplacedForward):
             yield each
             each = each.forward
 
 
-def _checked(name: str, module: object, kind: type[Rung], given: str = "") -> str:
-    """A call in messages. Raises TypeError unless it is for a module, ValueError if that has such a rung already."""
+def _checked(name: str, module: object, kind: type[ReplacedForward], given: str = "") -> str:
+    """A call in messages. Raises TypeError unless it is for a module, ValueError if that is replaced so already."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name}({type(module).__name__}{given}): expected a module, an nn.Module, of one layer")
-    if any(isinstance(each, kind) for each in _rungs(module)):
+    if any(isinstance(each, kind) for each in _replaced(module)):
         done = "tiled" if kind is _Tiled else "recomputed"
         raise ValueError(f"{name}({name_of(module)}{given}): it is {done} already; call undo() of that handle first")
     return f"{name}({name_of(module)}{given})"
