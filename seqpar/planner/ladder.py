@@ -10,9 +10,9 @@ Each rung of the ladder keeps less in a rank's memory and takes more time than t
     offload          the layers' inputs are in the host's memory
     state-on-host    weights, gradients and optimizer too (FSDP2's CPUOffloadPolicy)
 
-A step takes two neighbours: the first n layers have the cheaper one in memory, the rest the other. Layers that keep
-more come last, since the backward of the last layer begins with what all layers before it hold. For equal layers this
-is within 2 % of a step of the exact choice for each layer (`bench/planner/rungs.py`).
+A step takes two of them: the first n layers have the cheaper one in memory, the rest the other. Layers that keep more
+come last, since the backward of the last layer begins with what all layers before it hold. For equal layers this is
+within 2 % of a step of the exact choice for each layer; two neighbours are not (`bench/planner/rungs.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations
 from typing import NamedTuple
 
 from numpy.typing import ArrayLike
@@ -119,22 +119,23 @@ class Machine(NamedTuple):
         return Memory.of(shape, machine, STAGE_BYTES[-1], training, self.ranks, first=first, own_loss=own)
 
     def mixes(self, names: Sequence[str]) -> list[list[Mix]]:
-        """Two neighbours among these rungs, each with room for more rows than the one before.
+        """Lists of two of these rungs, each mix with room for more rows than the one before.
 
-        One list with the state on the device, one with the state on the host, as far as anything fits there.
+        A list for each pair of rungs with the state on the device, and with it on the host, as far as anything fits
+        there.
         """
         on_host = [False] * (not self.training.state_on_host) + [True] * ("state-on-host" in names)
         policies = list(dict.fromkeys(RUNGS[name][0] for name in names if not RUNGS[name][1])) or ["none"]
         layers, found = self.shape.layers, []
         for held in on_host:
-            part = [Mix(0, policies[0], policies[0], False, held)]
-            for rest, first in pairwise(policies):
-                part += [Mix(n, first, rest, False, held) for n in range(1, layers)]
+            for rest, first in list(combinations(policies, 2)) or [(policies[0], policies[0])]:
+                part = [Mix(n, first, rest, False, held) for n in range(layers)]
+                part[0] = Mix(0, rest, rest, False, held)
                 part.append(Mix(0, first, first, False, held))
-            if self.training.host_bytes:  # from some layer on, the host may be the limit
-                rows = [self.memory(mix).rows for mix in part]
-                part = part[: rows.index(max(rows)) + 1] if any(rows) else part
-            found.append(part)
+                if "offload" in (rest, first) or held:  # from some layer on, the host may be the limit
+                    rows = [self.memory(mix).rows for mix in part]
+                    part = part[: rows.index(max(rows)) + 1] if any(rows) else part
+                found.append(part)
         return found
 
     def longest(self, names: Sequence[str]) -> int:

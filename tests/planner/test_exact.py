@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from bench.planner.exact import Blocks, Choice, brute, everywhere, knapsack, optimum, random_blocks, two_rungs
-from bench.planner.rungs import RUNGS, SLOWER, TRAINING, blocks_of, cases
+from bench.planner.rungs import RUNGS, SLOWER, TRAINING, blocks_of, cases, fitted
 from seqpar.planner.memory import Memory
 from seqpar.planner.problem import STAGE_BYTES
 
@@ -37,7 +37,7 @@ def test_a_block_has_a_place_which_a_sum_of_bytes_does_not_see() -> None:
 def test_two_rungs_are_as_fast_as_a_choice_for_each_block() -> None:
     for model, machine, lengths, ranks in cases(8, seed=1):
         blocks, head = blocks_of(model, machine, lengths, ranks)
-        best, two = optimum(blocks), two_rungs(blocks)
+        best, two = optimum(blocks), fitted(blocks, model, machine, lengths, ranks)
         assert best.seconds <= two.seconds and two.seconds + head <= (1 + SLOWER) * (best.seconds + head)
 
 
