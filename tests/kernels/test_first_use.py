@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import warnings
@@ -284,8 +285,11 @@ def taken_by_ranks(wrong, monkeypatch, caplog, capability=lambda rank: 90) -> tu
     with caplog.at_level("DEBUG", logger="seqpar.ops"):
         caplog.clear()
         counts = run_threads(3, run)
-    said = [r.args for r in caplog.records if "attention, call" in r.msg]
-    return [{args[-1] for args in said if args[1] == call} for call in sorted({args[1] for args in said})], counts
+    said = [re.search(r"call (\d+), .*, (\w+)$", record.getMessage()) for record in caplog.records]
+    kernels: dict[str, set[str]] = {}
+    for found in filter(None, said):
+        kernels.setdefault(found[1], set()).add(found[2])
+    return list(kernels.values()), counts
 
 
 @pytest.mark.parametrize(
