@@ -33,8 +33,8 @@ class GroupComm(ProcessComm[GroupChannel]):
     (once per plan and signature) or "call"; kept as `check_every`. private: whether CUDA tensors use the comm's own
     NCCL communicators (one of all ranks and, on several nodes, one of each node), which no other collective delays and
     which are aborted if a rank hangs; False uses the group's communicator, which saves memory. min_ctas: the fewest
-    blocks of the GPU that NCCL gives an operation of the comm's own communicators, and so the channels of a pair
-    (`ncclConfig_t.minCTAs`), which attention then lacks; None leaves it to NCCL. Not tried on a GPU yet.
+    blocks of the GPU that NCCL gives an operation of the comm's own communicators (`ncclConfig_t.minCTAs`), which
+    attention then lacks; by NCCL's sources (2.30) also the channels of a pair. None leaves it to NCCL. Not yet tried.
 
     A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
     counts by the parent's ranks.
