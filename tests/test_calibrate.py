@@ -91,7 +91,7 @@ def test_more_steps_are_made_of_the_same_keys() -> None:
 def test_a_block_counts_the_matrices_that_it_multiplies(model: str) -> None:
     shape = replace(
         ModelShape.preset(model), hidden=64, dim=32, v_dim=None, ffn=96, heads=2, kv_heads=1, q_rank=None,
-        kv_rank=None, rope_dim=0,
+        kv_rank=None, rope_dim=0, latents=False,
     )  # fmt: skip
     if shape.experts:
         shape = replace(shape, expert_ffn=16)

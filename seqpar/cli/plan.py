@@ -351,5 +351,6 @@ def print_bytes(facts: dict[str, Any]) -> None:
         for r in facts["ranks"]
     ]
     call = facts["shape"]
-    shape = f"{call['heads']} heads on {call['kv_heads']} of {call['dim']}, {call['dtype']}"
+    keys = " + ".join(map(str, call["latent"])) if "latent" in call else f"{call['kv_heads']} of {call['dim']}"
+    shape = f"{call['heads']} heads on {'latents of ' if 'latent' in call else ''}{keys}, {call['dtype']}"
     print_table(f"bytes sent in one layer ({shape})", ("rank", "forward", "backward", "to ranks"), rows)

@@ -9,7 +9,7 @@ from seqpar.plan.recurrence import RecurrentLayer
 
 # Decoders whose blocks this file knows: softmax attention, then a gated ffn or experts.
 DENSE = ("gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
-SPARSE = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+SPARSE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 # Decoders with recurrent layers, alone or among attention.
 DELTA = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
@@ -229,7 +229,7 @@ def _entries(config: object) -> Mapping[str, Any]:
 
 def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Key heads and dims. In models with low-rank projections, every query head has its own keys."""
-    if c.kind.startswith("deepseek") or c.kind == "kimi_linear":
+    if c.kind.startswith("deepseek") or c.kind in ("glm4_moe_lite", "kimi_linear"):
         rope = c.need("qk_rope_head_dim")
         return {
             "kv_heads": values["heads"],
@@ -238,6 +238,7 @@ def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
             "rope_dim": rope,
             "kv_rank": c.need("kv_lora_rank"),
             "q_rank": c.get("q_lora_rank"),
+            "latents": True,
         }
     return {
         "kv_heads": c.get("num_key_value_heads", default=values["heads"]),

@@ -103,14 +103,15 @@ class Weights:
         second = pair / PAIR * 2.0**coarse
         repeated = shape.attends_again
         back = 2.5 * shape.pair_flops / a.backward_rate + (pair if repeated else 0.0)
+        expanded = shape.expand_flops / hardware.linear_rate  # again in backward, with two products of its gradient
         # as many pairs together as cost about PAIR ticks; if one direction is much dearer, some thousand ticks in that
         # one
         dearer = max(0, round(max(pair, back) / pair).bit_length() - 3)
         area = min(max(0, coarse - dearer), LARGEST_AREA)
 
-        def direction(cost: float, calls: int) -> AttentionTicks:
-            pairs = (2**area, a.query_pairs, a.key_pairs)
-            seconds = (*(cost * each for each in pairs), calls * a.piece, calls * a.stage)
+        def direction(cost: float, calls: int, products: int) -> AttentionTicks:
+            pairs, key = (2**area, a.query_pairs), cost * a.key_pairs + products * expanded
+            seconds = (*(cost * each for each in pairs), key, calls * a.piece, calls * a.stage)
             return AttentionTicks(*(round(s / second) for s in seconds))
 
         def wire(link: Link) -> LinkTicks:
@@ -123,15 +124,15 @@ class Weights:
             )
 
         return cls(
-            forward=direction(pair, 1),
-            backward=direction(back, 2 if repeated else 1),
+            forward=direction(pair, 1, 1),
+            backward=direction(back, *((2, 4) if repeated else (1, 3))),
             # at least 1, so that no batch is free
             row=max(1, round(shape.trained_flops / hardware.linear_rate / second)),
             label=round(3 * shape.head_flops / hardware.linear_rate / second),
             inside=wire(hardware.inside),
             across=wire(hardware.across),
             heads=shape.heads,
-            kv_heads=shape.kv_heads,
+            kv_heads=shape.key_heads,
             row_bytes=shape.row_bytes,
             second=second,
             area=area,

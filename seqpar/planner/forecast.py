@@ -73,7 +73,8 @@ class Forecast:
     def call(self) -> dict[str, Any]:
         """The model's heads, key heads, dims and dtype of attention, as in `Plan.bytes`."""
         m = self.model
-        return {"heads": m.heads, "kv_heads": m.kv_heads, "dim": m.dim, "v_dim": m.v_dim, "dtype": m.dtype}
+        call = {"heads": m.heads, "kv_heads": m.key_heads, "dim": m.dim, "v_dim": m.v_dim, "dtype": m.dtype}
+        return {**call, "latent": (m.kv_rank, m.rope_dim)} if m.latents else call
 
     @property
     def what(self) -> str:

@@ -38,8 +38,22 @@ def _deepseek_v3() -> Fields:
         "expert_ffn": 2048,
         "dense_layers": 3,
     }
-    ranks: Fields = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
+    ranks: Fields = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128, "latents": True}
     return _sizes(7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
+
+
+def _deepseek_v2_lite() -> Fields:
+    """DeepSeek-AI 2024, DeepSeek-V2, appendix B.1."""
+    experts: Fields = {"experts": 64, "active_experts": 6, "shared_experts": 2, "expert_ffn": 1408, "dense_layers": 1}
+    ranks: Fields = {"kv_rank": 512, "rope_dim": 64, "v_dim": 128, "latents": True}
+    return _sizes(2048, 27, 16, 16, 192, 10_944, 102_400, **experts, **ranks)
+
+
+def _glm4_flash() -> Fields:
+    """The sizes that transformers' Glm4MoeLiteConfig has by default, which are those of GLM-4.7-Flash."""
+    experts: Fields = {"experts": 64, "active_experts": 4, "shared_experts": 1, "expert_ffn": 1536, "dense_layers": 1}
+    ranks: Fields = {"q_rank": 768, "kv_rank": 512, "rope_dim": 64, "v_dim": 256, "latents": True}
+    return _sizes(2048, 47, 20, 20, 256, 10_240, 154_880, **experts, **ranks)
 
 
 def _qwen3_next() -> Fields:
@@ -60,7 +74,14 @@ def _kimi_linear() -> Fields:
         "expert_ffn": 1024,
         "dense_layers": 1,
     }
-    kinds: Fields = {"recurrent": layer, "recurrent_layers": 20, "kv_rank": 512, "rope_dim": 64, "v_dim": 128}
+    kinds: Fields = {
+        "recurrent": layer,
+        "recurrent_layers": 20,
+        "kv_rank": 512,
+        "rope_dim": 64,
+        "v_dim": 128,
+        "latents": True,
+    }
     return _sizes(2304, 27, 32, 32, 192, 9216, 163_840, **experts, **kinds)
 
 
@@ -93,6 +114,8 @@ PRESETS: dict[str, Fields] = {
         5376, 62, 32, 16, 128, 21_504, 262_208, windows=(1023,) * 5 + (None,), tied=True, qk_norm=True
     ),
     "deepseek-v3": _deepseek_v3(),
+    "deepseek-v2-lite": _deepseek_v2_lite(),
+    "glm-4.7-flash": _glm4_flash(),
     "qwen3-next-80b-a3b": _qwen3_next(),
     "kimi-linear-48b-a3b": _kimi_linear(),
     "nemotron-h-8b": _nemotron_h(),

@@ -32,7 +32,9 @@ class ModelShape:
     experts: routed experts of a layer; `active_experts` of them compute a token, in addition to `shared_experts`, which
         compute every token; 0 is a dense model. The first `dense_layers` of a model with experts have an ffn of `ffn`.
     q_rank, kv_rank, rope_dim: ranks of the low-rank projections of queries and keys, and how much of `dim` is rotated
-        and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Attention takes expanded keys and values.
+        and shared by the heads (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+    latents: whether ranks exchange latents of `kv_rank + rope_dim` numbers, which each expands as often as it needs
+        them (`seqpar.latent_attention`), instead of keys and values. Needs kv_rank.
     recompute: what backward recomputes: "none"; the "attention" (or recurrent) block from norm to output;
         "keep-attention", all of a layer but attention itself (`seqpar.train.recompute(save_attention=True)`); "full"
         layers; "tiled", full layers with ffn and norms in tiles of `TILE` rows (`seqpar.train.tile`); "offload", the
@@ -68,6 +70,7 @@ class ModelShape:
     q_rank: int | None = None
     kv_rank: int | None = None
     rope_dim: int = 0
+    latents: bool = False
     recurrent: RecurrentLayer | None = None
     recurrent_layers: int = 0
     attention_layers: int | None = None
@@ -109,6 +112,7 @@ class ModelShape:
             (self.dense_count > 0 and self.ffn < 1, f"{self.dense_count} layers are dense, so ffn must be at least 1"),
             (self.rope_dim > self.dim, f"rope_dim {self.rope_dim} exceeds dim {self.dim}"),
             (self.kv_rank is None and self.rope_dim > 0, "rope_dim needs kv_rank, which is None"),
+            (self.kv_rank is None and self.latents, "latents need kv_rank, which is None"),
             (
                 (self.recurrent is None) != (self.recurrent_layers == 0),
                 f"recurrent_layers {self.recurrent_layers} with recurrent {self.recurrent!r}: give both or none",
@@ -187,11 +191,12 @@ class ModelShape:
     @property
     def trained_flops(self) -> int:
         """Operations per token of the matrices of all layers in forward and backward, with what is recomputed."""
+        expanding = self.attention_count * self.expand_flops  # once more in backward
         if self.recompute in ("none", "attention"):
-            return 3 * self.linear_flops
+            return 3 * self.linear_flops + expanding
         # a tile is computed once more, but for its last product
         again = 2 * self._ffn_matrices(self.active_experts) * (self.recompute in ("tiled", "offload"))
-        return 4 * self.linear_flops + again * (4 if self.gated else 3) // 6
+        return 4 * self.linear_flops + expanding + again * (4 if self.gated else 3) // 6
 
     @property
     def attends_again(self) -> bool:
@@ -214,9 +219,21 @@ class ModelShape:
         return 2 * self.heads * (self.dim + self.values)
 
     @property
+    def expand_flops(self) -> int:
+        """Operations per row and layer that make keys and values of a latent; 0 if keys and values are exchanged."""
+        expanded = self.kv_heads * (self.dim - self.rope_dim + self.values)
+        return 2 * self.kv_rank * expanded if self.latents and self.kv_rank is not None else 0
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads that are exchanged: of latents one."""
+        return 1 if self.latents else self.kv_heads
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return self.kv_heads * (self.dim + self.values) * DTYPE_BYTES[self.dtype]
+        """Bytes of one token's keys and values in one layer, or of its latent, as they are exchanged."""
+        row = (self.kv_rank or 0) + self.rope_dim if self.latents else self.kv_heads * (self.dim + self.values)
+        return row * DTYPE_BYTES[self.dtype]
 
     def window_groups(self) -> list[tuple[int | None, int]]:
         """(window, layers with attention that have it), in the order of first use; one of none without attention."""
@@ -287,8 +304,8 @@ class ModelShape:
         size = DTYPE_BYTES[self.dtype]
         if self.recompute not in ("tiled", "offload"):
             return size * 2 * (self._widest + self.hidden)
-        attention = (self.heads + self.kv_heads) * (self.dim + self.values) * (self.attention_count > 0)
-        return size * (self.hidden + attention)
+        attention = self.heads * (self.dim + self.values) * size + self.row_bytes
+        return size * self.hidden + attention * (self.attention_count > 0)
 
     @property
     def _widest(self) -> int:
@@ -301,8 +318,8 @@ class ModelShape:
     def _attention_elements(self) -> int:
         """Elements per token that an attention block keeps."""
         q, out = self.heads * self.dim, self.heads * self.values
-        kv = self.kv_heads * (self.dim + self.values)
-        # Inputs of the low-rank projections' second matrices, before and after their norms.
+        kv = 0 if self.latents else self.kv_heads * (self.dim + self.values)
+        # Inputs of the low-rank projections' second matrices, before and after their norms; the latter is the latent.
         ranks = 2 * ((self.q_rank or 0) + (self.kv_rank or 0)) + self.rope_dim
         gate = 2 * out * self.output_gate  # the gate, and its product with the output
         # Inputs of the norm and of the projections; the block's output is also the input of the output projection.

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.planner import ModelShape
+from seqpar.plan.traffic import HeadShape
+from seqpar.planner import Hardware, ModelShape, plan_batch
+from seqpar.planner.cost import Weights
 from seqpar.planner.presets import PRESETS
 
 # Published totals and active parameters in billions, as the models' cards and reports give them.
@@ -66,9 +68,39 @@ def test_operations_follow_from_the_matrices(name: str) -> None:
 def test_pairs_and_rows_count_values_of_their_own_dim() -> None:
     deepseek = ModelShape.preset("deepseek-v3")
     assert deepseek.pair_flops == 2 * 128 * (192 + 128)
-    assert deepseek.row_bytes == 128 * (192 + 128) * 2
+    assert replace(deepseek, latents=False).row_bytes == 128 * (192 + 128) * 2
     assert ModelShape.preset("llama-8b").pair_flops == 4 * 32 * 128
     assert replace(ModelShape.preset("llama-8b"), dtype="float32").row_bytes == 8 * 256 * 4
+
+
+def test_latents_are_sent_and_kept_and_expanded_wherever_they_are_seen() -> None:
+    latents = ModelShape.preset("deepseek-v3")
+    keys = replace(latents, latents=False)
+    assert latents.row_bytes == (512 + 64) * 2 and latents.key_heads == 1
+    assert latents.expand_flops == 2 * 512 * 128 * (128 + 128) and keys.expand_flops == 0
+    assert latents.trained_flops == keys.trained_flops + 61 * latents.expand_flops
+    assert keys.activation_bytes - latents.activation_bytes == 61 * 2 * 128 * (192 + 128)
+    assert latents.parameters == keys.parameters and latents.linear_flops == keys.linear_flops
+    for recompute, products in (("none", 4), ("full", 5)):
+        machine = Hardware.preset("h100")
+        of, without = (Weights.of(replace(s, recompute=recompute), machine) for s in (latents, keys))
+        more = products * latents.expand_flops / machine.linear_rate / of.second
+        assert abs(of.key - without.key - more) <= 2
+        assert of.inside.key * keys.row_bytes == pytest.approx(without.inside.key * latents.row_bytes, rel=0.01)
+    assert [ModelShape.preset(n).row_bytes for n in ("deepseek-v2-lite", "glm-4.7-flash", "kimi-linear-48b-a3b")] == [
+        1152
+    ] * 3
+    with pytest.raises(ValueError, match="latents need kv_rank"):
+        replace(ModelShape.preset("tiny"), latents=True)
+
+
+def test_a_plan_of_latents_predicts_their_bytes() -> None:
+    plan = plan_batch([3000, 100], 2, model="deepseek-v3", hardware="h100")
+    shape = HeadShape(**plan.forecast.call)
+    assert shape.latent == (512, 64) and shape.kv_heads == 1
+    sent = sum(plan.bytes(rank, **plan.forecast.call) for rank in range(2))
+    rows = sum(len(step.pos) for rank in range(2) for step in plan.steps(rank, row_bytes=1152) if not step.local)
+    assert (plan.widths > 1).any() or sent == rows * 1152
 
 
 def test_windows_take_turns() -> None:
@@ -204,6 +236,7 @@ PHI3_MINI = {
         (MIXTRAL, "mixtral-8x7b"),
         (GEMMA3, "gemma3-27b"),
         (DEEPSEEK_V3, "deepseek-v3"),
+        (DEEPSEEK_V2_LITE, "deepseek-v2-lite"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

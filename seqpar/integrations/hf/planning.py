@@ -51,7 +51,9 @@ class ModelPlanner:
         if state not in self._weighed:
             # the device decides how much fits: its memory, and what else uses it, is unknown
             machine = replace(Hardware.preset("cpu" if state.device == "cpu" else "h100"), memory=1 << 60)
-            shape = shape_of(self._model.config.get_text_config())
+            shape = replace(
+                shape_of(self._model.config.get_text_config()), latents=False
+            )  # layers hand on expanded keys
             self._weighed[state] = replace(shape, recompute="full") if state.recomputed else shape, machine
         return self._weighed[state]
 
