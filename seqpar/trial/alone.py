@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from seqpar.private import torch as torch_private
 from seqpar.trial.modules import dropping, recording, renorming
 from seqpar.trial.protect import saved
 from seqpar.trial.randomness import Deterministic
@@ -35,7 +36,8 @@ def in_a_trial(module: nn.Module, forward: Callable[[Tensor], object], like: Ten
     if reasons := dropping(module):
         return ", and ".join(reasons)
     count = next(n for n in ROWS if n != like.shape[-1])
-    x = random_rows((*[1] * (like.dim() - 2), count, like.shape[-1]), like.detach(), seed=1)
+    with torch_private.DisableTorchFunction():  # a mode around may refuse random numbers
+        x = random_rows((*[1] * (like.dim() - 2), count, like.shape[-1]), like.detach(), seed=1)
     try:
         with torch.no_grad(), saved(module) as state, Deterministic():
             out, left = forward(x), state.left()

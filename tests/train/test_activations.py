@@ -28,6 +28,7 @@ import seqpar
 from seqpar import Comm, LocalComm
 from seqpar.testing import run_processes, run_threads
 from seqpar.train import activations, recompute, sync_gradients, tile
+from tests.integrations import diffusers_models
 from tests.integrations.hf.models import PLANS, SIZES, batches, beyond, build, drawn
 from tests.ranks import error_of, errors, in_wrapper, whole_gradients
 from tests.trial.models import MASK, Block, Model
@@ -188,6 +189,23 @@ def test_a_model_of_plain_pytorch(after: bool) -> None:
         return loss.detach().abs(), {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
 
     model = Model(lambda model, x, at: model.blocks[1](model.blocks[0](x)))
+    assert_same(run_threads(2, step, True), run_threads(2, step, False))
+
+
+def test_a_model_of_diffusers() -> None:
+    """Its forwards refuse random numbers, which the trial of a tiled module draws."""
+    model, inputs = diffusers_models.made("wan")
+
+    def step(comm: Comm, rungs: bool) -> Any:
+        own = copy.deepcopy(model)
+        for block in own.blocks if rungs else ():
+            tile(block.ffn, 2)
+            recompute(block, save_attention=True)
+        seqpar.parallelize(own, comm)
+        _, loss = diffusers_models.loss_of(own, inputs)
+        loss.backward()
+        return loss.detach().abs(), {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+
     assert_same(run_threads(2, step, True), run_threads(2, step, False))
 
 
