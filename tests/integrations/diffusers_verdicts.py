@@ -61,7 +61,7 @@ def outcome(model: nn.Module, inputs: dict[str, Any], backward: bool = True) -> 
         if backward:
             g = torch.Generator().manual_seed(5)
             sum((x * torch.randn(x.shape, generator=g)).sum() for x in outputs if x.requires_grad).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.numel()}
     return Outcome([x.detach() for x in outputs], grads | {f"input {i}": x.grad for i, x in enumerate(given)})
 
 
