@@ -12,7 +12,6 @@ import argparse
 import importlib
 import inspect
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,16 +25,18 @@ from diffusers.utils import logging
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+import tests
 from bench.lib import records
 from tests.integrations.diffusers_classes import TABLE, classes, made
 from tests.integrations.diffusers_verdicts import FIT, SETTINGS, Case, said, verdict
 
+QUANTISED = ("SDNQ", "Quant", "AutoRound")
 RESULTS = Path(__file__).parents[1] / "results/diffusion.json"
 
 
 def of_checkout(path: Path) -> Iterator[tuple[str, Case]]:
     """Name and case of each config of a model's own tests in a checkout of diffusers."""
-    sys.path.insert(0, str(path))
+    tests.__path__.append(str(path / "tests"))  # a package of the same name, with other modules
     os.environ.setdefault("DIFFUSERS_TEST_DEVICE", "cpu")
     for file in sorted(path.glob("tests/models/transformers/test_models_*.py")):
         try:
@@ -44,8 +45,9 @@ def of_checkout(path: Path) -> Iterator[tuple[str, Case]]:
             print(f"{file.stem}: not imported, {said(error)}")
             continue
         for name, config in vars(module).items():
-            if inspect.isclass(config) and config.__module__ == module.__name__ and name.endswith("TesterConfig"):
-                yield f"{file.stem.removeprefix('test_models_')}:{name}", partial(_configured, config)
+            own = inspect.isclass(config) and config.__module__ == module.__name__
+            if own and name.endswith("TesterConfig") and not any(word in name for word in QUANTISED):
+                yield f"{file.stem[12:].removeprefix('transformer_')}:{name[:-12]}", partial(_configured, config)
 
 
 def _configured(config: type[Any], samples: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar import Comm
@@ -92,6 +93,22 @@ def verdict(make: Case, setting: Setting, parallelize: Callable[..., Any] = seqp
         return f"CRASHED: {said(error)}"
     where, apart = max(differences(one, every).items(), key=lambda item: item[1])
     return "exact" if apart <= TOLERANCE else f"WRONG by {apart:.1e} in {where}"
+
+
+def work(make: Case, ranks: int, parallelize: Callable[..., Any] = seqpar.parallelize) -> float:
+    """What the first rank multiplies in a forward outside of its attention, as a part of what one process does."""
+    model, inputs = make(1)
+
+    def multiplied(comm: Comm) -> int:
+        own = copy.deepcopy(model)
+        handle = parallelize(own, comm) if comm.size > 1 else None  # noqa: F841
+        outcome(own, inputs, backward=False)  # without what comes once
+        with FlopCounterMode(display=False) as counter:
+            outcome(own, inputs, backward=False)
+        counts = counter.get_flop_counts()["Global"].items()
+        return sum(flops for op, flops in counts if "attention" not in str(op))
+
+    return run_threads(ranks, multiplied)[0] / max(run_threads(1, multiplied)[0], 1)
 
 
 def _checkpoint(module: Any, *args: Any, **named: Any) -> Any:
