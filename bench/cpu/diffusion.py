@@ -12,6 +12,7 @@ import argparse
 import importlib
 import inspect
 import os
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,19 @@ def kind(found: dict[str, list[str]]) -> str:
     return next((word for word in ("WRONG", "CRASHED", "refused", "exact") if word in words), "alone")
 
 
+def table(rows: dict[str, dict[str, list[str]]]) -> str:
+    """The table of a page: the classes that are exact, then the reasons for which others are refused."""
+    exact = [name for name, found in rows.items() if kind(found) == "exact"]
+    text = textwrap.fill(f"**Exact:** {', '.join(exact)}.", 120) + "\n\n| refused | because |\n|---|---|\n"
+    for name, found in rows.items():
+        if kind(found) == "refused":
+            said = next(result for result in found if result.startswith("refused"))
+            reason = said.partition("diffusers: ")[2].partition("; give ")[0].partition(", expected ")[0]
+            where = found[said][0].partition(",")[0] if "exact" in found else ""
+            text += f"| `{name}`{where and f', {where}'} | {reason.replace(f' of {name}', '')} |\n"
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help="parts of names of classes")
@@ -102,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{name:44}{result:.300}{few}", flush=True)
     counts = Counter(map(kind, rows.values()))
     print(f"{len(rows)} of {len(here)}: {', '.join(f'{number} {word}' for word, number in counts.most_common())}")
+    if not args.checkout:
+        print(table(rows))
     if args.show or args.checkout or args.names:
         parser.exit(bool(counts.keys() - set(FIT)))
     versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
