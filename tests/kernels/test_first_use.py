@@ -14,7 +14,7 @@ import torch
 
 import seqpar
 from seqpar.comm import LocalComm
-from seqpar.kernels import KERNELS, CallSpec, choose, explain, first_use, order, preference
+from seqpar.kernels import KERNELS, CallSpec, Operands, choose, explain, first_use, order, preference
 from seqpar.kernels.blockwise import Blockwise
 from seqpar.kernels.first_use import FirstUse, wrong
 from seqpar.kernels.triton import Triton
@@ -73,6 +73,20 @@ class Spoilt(Flash):
 def test_one_wrong_row_under_one_kind_of_mask_is_found(where, kind) -> None:
     found = wrong(Segmented(Spoilt(where, kind)), CALL, CPU)
     assert found.startswith(f"with a {kind} mask, ") and (where in found or where in ("out", "lse")), found
+
+
+def test_a_position_kernel_that_is_wrong_on_trees_alone_is_found() -> None:
+    class Deaf(Blockwise):
+        """It does not hear where keys end."""
+
+        def forward(self, x, into):
+            super().forward(replace_facts(x), into)
+
+    def replace_facts(x):
+        return Operands(x.q, x.k, x.v, replace(x.facts, until=None), x.score)
+
+    assert wrong(Deaf(), CALL, CPU) is None
+    assert wrong(Deaf(), replace(CALL, until=True), CPU).startswith("with a tree mask, out is off by ")
 
 
 def test_results_that_are_not_numbers_are_found() -> None:
