@@ -2,7 +2,7 @@
 
 Facts describe a batch (`Mask`, `Layout`), a `Plan` chooses how to compute it, a comm moves bytes (`GroupComm`,
 `ShmComm`, `PeerComm`, `LocalComm`), and verbs compute: `attention`, `latent_attention`, `switch`, `relayout`, `shard`,
-`unshard`, `fetch`, `fetch_all`, `merge`, `rotary`. `bind` names a plan for compiled models.
+`unshard`, `fetch`, `fetch_all`, `merge`, `merge_ranks`, `rotary`. `bind` names a plan for compiled models.
 """
 
 import logging
@@ -38,14 +38,16 @@ if TYPE_CHECKING:
     from seqpar.comm import PeerComm, ShmComm
     from seqpar.integrations.parallelize import parallelize
     from seqpar.integrations.sdpa import sdpa
+    from seqpar.ops.attention.merging import merge_ranks
     from seqpar.planner import Forecast, Hardware, MicroBatch, ModelShape, plan_batch, plan_step
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Comm", "Forecast", "GroupComm", "Hardware", "Layout", "LocalComm", "Mask", "MicroBatch", "ModelShape", "PeerComm",
-    "PeerError", "Plan", "ShmComm", "attention", "bind", "fetch", "fetch_all", "latent_attention", "merge", "nn",
-    "parallel", "parallelize", "plan_batch", "plan_step", "relayout", "rotary", "sdpa", "shard", "switch", "unshard",
+    "PeerError", "Plan", "ShmComm", "attention", "bind", "fetch", "fetch_all", "latent_attention", "merge",
+    "merge_ranks", "nn", "parallel", "parallelize", "plan_batch", "plan_step", "relayout", "rotary", "sdpa", "shard",
+    "switch", "unshard",
 ]  # fmt: skip
 
 # What attention under a given plan does without, loaded when it is asked for: models under a plan, the planner, and
@@ -54,6 +56,7 @@ _MODULES = ("data", "dsp", "nn", "planner", "recurrent", "train")
 _LATER = {
     "parallelize": "seqpar.integrations.parallelize",
     "sdpa": "seqpar.integrations.sdpa",
+    "merge_ranks": "seqpar.ops.attention.merging",
     **dict.fromkeys(("PeerComm", "ShmComm"), "seqpar.comm"),
     **dict.fromkeys(("Forecast", "Hardware", "MicroBatch", "ModelShape", "plan_batch", "plan_step"), "seqpar.planner"),
 }

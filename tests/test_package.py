@@ -68,7 +68,7 @@ OPTIONAL = {
 # sub-package -> its files in an order in which each imports only files before it; "a" is a.py or a/__init__.py
 ORDER = {
     "facts": """
-        drawing value intervals bands bounds documents trees picture unions slices mask layout segments
+        drawing value intervals bands bounds documents trees picture unions slices mask layout past segments
         stretches tiles __init__
     """,
     "private": "__init__ accelerate diffusers flash_attn peft torch transformers",
@@ -96,7 +96,8 @@ ORDER = {
         move move/pack
         attention attention/signature attention/source attention/rows attention/call
         attention/keys attention/grads
-        attention/heads attention/schedule attention/op attention/api attention/latent attention/rotary
+        attention/heads attention/schedule attention/op attention/api
+        attention/latent attention/merging attention/rotary
         move/switch move/relayout move/fetch
         recurrent recurrent/recompute recurrent/rows recurrent/relaid recurrent/conv
         recurrent/maps recurrent/gather recurrent/chain recurrent/scan
