@@ -109,7 +109,7 @@ ORDER = {
     "foreign": "__init__ wrap hooks",
     "trial": "randomness weights protect identity nested rows record compare runs modules alone __init__",
     "integrations": """
-        adapters hf hf/config
+        adapters hf hf/config hf/latents
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
         hf/mask hf/forward hf/planning hf/plans hf/prefetch hf/attention
         hf/recurrent hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba

@@ -24,8 +24,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.hf.config import ASKED, mixing_layers, nested, slices_masks, unserved_attention
 from seqpar.integrations.hf.forward import Forward, current, dropped
+from seqpar.integrations.hf.latents import latents_of, weights
 from seqpar.integrations.hf.mask import Rule, UnsupportedMask, blocks_of, rule_of
-from seqpar.ops import attention, bind
+from seqpar.ops import attention, bind, latent_attention
 from seqpar.ops.attention.signature import Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.collective_op import layer_calls
@@ -145,8 +146,10 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Attention of a layer over this rank's rows: out [1, T, H, D_v], and no weights.
 
-    query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v]; attention_mask: the result of `mask_of`. It alone
-    decides which keys are seen (windows, causality, documents), as in transformers' "sdpa" and "eager". s_aux: sinks.
+    query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v]; or latents [1, 1, T, R] and their rotated parts
+    [1, 1, T, E] of layers that hand these on (`seqpar.integrations.hf.latents`). attention_mask: the result of
+    `mask_of`. It alone decides which keys are seen (windows, causality, documents), as in transformers' "sdpa" and
+    "eager". s_aux: sinks.
 
     Raises: NotImplementedError for a layer whose mask is not from `mask_of`, and, by name, for keywords that would
     change the result; otherwise as `seqpar.attention`.
@@ -179,16 +182,23 @@ def attention_function(
             "leave it out of the call and of the config"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    latents = latents_of(module)
     if not torch.compiler.is_compiling() and (record := under_trial()) is not None:
+        if latents is not None:
+            latents[0].attends(key, value)
         return record.attended((*q.shape[:2], v.shape[2]), q, k, v)[None], None
     dropout = dropped(dropout)
     seed = _seed(module, attention_mask) if dropout else None
     numerics = module.__dict__.get(NUMERICS, DEFAULT)
-    out = attention(
-        q, k, v, attention_mask, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
-        dropout_seed=seed, accuracy=numerics.accuracy, deterministic=numerics.deterministic,
-    )  # fmt: skip
-    return out[None], None
+    options: dict[str, Any] = {
+        "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout, "dropout_seed": seed,
+        "accuracy": numerics.accuracy, "deterministic": numerics.deterministic,
+    }  # fmt: skip
+    if latents is None or latents[0].refusal:
+        return attention(q, k, v, attention_mask, **options)[None], None
+    w_k, w_v = weights(latents[1], key, value)
+    rotated = value[0, 0].to(key.dtype)
+    return latent_attention(q, key[0, 0], rotated, w_k, w_v, attention_mask, **options)[None], None
 
 
 def _says(value: object) -> bool:

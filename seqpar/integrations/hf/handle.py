@@ -12,7 +12,7 @@ them from all ranks, so there every rank must call it, and continues with the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -31,6 +31,7 @@ from seqpar.integrations.hf.experts import can_ask
 from seqpar.integrations.hf.forward import LayerPlans, planned
 from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall
+from seqpar.integrations.hf.latents import EXPAND, Latents, decide, described, layers
 from seqpar.integrations.hf.logits import loss_alone
 from seqpar.integrations.hf.mask import Blocks, Rule
 from seqpar.integrations.hf.outputs import Outputs
@@ -43,6 +44,7 @@ from seqpar.integrations.hf.rewritten_attention import replacements
 from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import ModelFit
+from seqpar.integrations.hf.trial.twin import elsewhere, twin_of
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import agreement
 from seqpar.ops.core.precompute import recent_attention, recent_recurrent
@@ -91,7 +93,8 @@ class TransformerHandle(ParallelModel):
                 self.fit = self._tried(numerics)
                 call.facts = {
                     "model": type(model).__name__, "source": source, "average_over": average_over, "logits": logits,
-                    "lengths that rotary embeddings have met": lengths_kept(lengthy(model)), **numerics._asdict(),
+                    "lengths that rotary embeddings have met": lengths_kept(lengthy(model)), 
+                    "what layers with latents exchange": described(model), **numerics._asdict(),
                 }  # fmt: skip
         except BaseException:
             self._undone.close()
@@ -130,11 +133,22 @@ class TransformerHandle(ParallelModel):
         self._replaced = replacements(model)
         for module, written in self._replaced:
             self.put_around(module, written.replacement, written.method)
+        for layer in layers(model):
+            self.put_around(layer, Latents(), EXPAND)
         fit = fitting(model)
+        if layers(model):
+            where = elsewhere(model)
+            with twin_of(model, where) if where else nullcontext() as twin:
+                decide(model, twin)
         for rule in fit.rules if self.text is model else ():
             if error := left_out(rule, model.config):
                 raise error
         return fit
+
+    def describe(self) -> str:
+        """What the layers exchange: keys and values, or latents of multi-head latent attention; and else why not."""
+        found = described(self.model) or ["all layers of attention exchange keys and values"]
+        return "\n".join([f"{type(self.model).__name__} on {self.comm.size} ranks", *found])
 
     def prefetch(
         self, batches: Iterable[Any], *, depth: int = 1, device: torch.device | str | None = None

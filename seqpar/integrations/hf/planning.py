@@ -18,6 +18,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf.config import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS, PlanState
+from seqpar.integrations.hf.latents import hands_on_latents
 from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, ModelShape, plan_batch
 from seqpar.planner.bound import document_ticks, lower_bound, weights_for
@@ -51,9 +52,8 @@ class ModelPlanner:
         if state not in self._weighed:
             # the device decides how much fits: its memory, and what else uses it, is unknown
             machine = replace(Hardware.preset("cpu" if state.device == "cpu" else "h100"), memory=1 << 60)
-            shape = replace(
-                shape_of(self._model.config.get_text_config()), latents=False
-            )  # layers hand on expanded keys
+            shape = shape_of(self._model.config.get_text_config())
+            shape = replace(shape, latents=shape.latents and hands_on_latents(self._model))
             self._weighed[state] = replace(shape, recompute="full") if state.recomputed else shape, machine
         return self._weighed[state]
 
