@@ -28,9 +28,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """Of each call whose kernel is chosen, whether it is fast, and deterministic."""
     seen: list[tuple[bool, bool]] = []
 
-    def record(name: str, spec: CallSpec) -> Kernel:
+    def record(name: str, spec: CallSpec, *passed_over: Any) -> Kernel:
         seen.append((spec.fast, spec.deterministic))
-        return choose(name, spec)
+        return choose(name, spec, *passed_over)
 
     monkeypatch.setattr(call, "choose", record)
     return seen
