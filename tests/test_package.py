@@ -125,8 +125,8 @@ ORDER = {
     "kernels": """
         protocol dispatch dropout
         memory memory/upload
-        triton/config triton/tile triton/tables triton/arguments triton/launch triton/variants triton/forward
-        triton/backward triton
+        triton/config triton/tile triton/shares triton/tables triton/arguments triton/launch triton/variants
+        triton/forward triton/backward triton/parts triton
         triton/delta triton/merge triton/rows triton/rotary
         memory/copy memory/rotary
         softmax reference blockwise expanding native

@@ -50,6 +50,7 @@ KERNELS = {
     "backward",
     "delta",
     "merge",
+    "parts",
     "rotary",
     "rows",
 }  # files of kernels, each compiled without the others

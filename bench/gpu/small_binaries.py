@@ -21,13 +21,15 @@ from seqpar.ops.attention.call import uploaded
 GENERATIONS = (80, 90, 100)
 HEADS, DIM, ROWS = 8, 128, 64
 # first word of a launch -> the file of its kernel
-FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add": "rows", "rotate": "rotary", "delta": "delta"}
+FILES = {"merge_": "merge", "pack": "rows", "place": "rows", "add": "rows", "rotate": "rotary", "delta": "delta",
+         "join": "parts"}  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
     """The launches of the product by name: in every dtype, with row numbers of either width."""
-    from seqpar.kernels.triton import delta, merge, rotary, rows
+    from seqpar.kernels.triton import delta, merge, parts, rotary, rows
+    from seqpar.kernels.triton.arguments import key_sums, kinds_of
 
     numbers, plan = torch.arange(ROWS), Plan(Mask([ROWS]), Layout.contiguous(ROWS, 1))
     facts = uploaded(plan, plan.steps(0), torch.device("cpu")).facts[0][0]
@@ -52,6 +54,14 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
                         x, numbers, torch.ones(part), torch.empty_like(x), i, 1.25, v
                     ),
                 )
+    for dims in ((DIM, DIM), (192, 128)):
+        dk, dv = (torch.zeros(ROWS, HEADS, dim) for dim in dims)
+        yield (
+            f"join {dims[0]}/{dims[1]}",
+            lambda x=dk, y=dv: parts.joins(x, y, 1, ROWS)(
+                *key_sums(x, y, kinds_of(x, y), 2 * ROWS), numbers.int(), HEADS, ROWS
+            ),
+        )
 
 
 def sources(row: dict[str, Any]) -> str:

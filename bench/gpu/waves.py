@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ from bench.gpu.speed import setups
 from bench.lib import lengths
 from seqpar import Mask
 from seqpar.kernels import StepFacts
-from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure, parts
+from seqpar.kernels.triton import shares
+from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure
 from seqpar.kernels.triton.tables import key_table, query_table
 
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
@@ -44,8 +46,8 @@ Costs = NDArray[np.float64]  # microseconds by program, in the order of launch
 class Kernel(NamedTuple):
     """Microseconds of a kernel's programs.
 
-    full, masked, skipped: of a visit, and of a tile in range that is not visited. program: the fixed part. alone: time
-    on a multiprocessor without a neighbour, over that with one.
+    full, masked, skipped: of a visit, and of a tile in range that is not visited. program, empty: the fixed part of one
+    with visits and of one without. alone: time on a multiprocessor without a neighbour, over that with one.
     """
 
     config: LaunchConfig
@@ -53,7 +55,13 @@ class Kernel(NamedTuple):
     masked: float
     program: float
     skipped: float = 0.0
+    empty: float = 0.0
     alone: float = 1.0
+
+    @property
+    def each(self) -> int:
+        """Programs that a multiprocessor runs at once."""
+        return max(1, 8 // self.config.warps)
 
 
 def _shipped(direction: str) -> LaunchConfig:
@@ -63,55 +71,68 @@ def _shipped(direction: str) -> LaunchConfig:
 PROGRAM = {"plain": 7.0, "first": 8.2, "accumulating": 11.2, "last": 10.4}  # of a forward, by what it does with sums
 FORWARD = Kernel(_shipped("forward"), full=2.0, masked=4.1, program=PROGRAM["plain"])
 DQ = Kernel(_shipped("dq"), full=1.0, masked=3.0, program=11.0)
-DKDV = Kernel(_shipped("dkdv"), full=2.27, masked=3.6, program=18.0, skipped=0.2, alone=0.6)
+VISIT = 2.27  # of dkdv, which `seqpar.kernels.triton.shares` counts in such visits
+DKDV = Kernel(
+    _shipped("dkdv"), VISIT, VISIT * shares.MASKED, VISIT * shares.PROGRAM, VISIT * shares.SKIPPED, alone=shares.ALONE
+)
 # The tiles of dkdv when the tree was raced with packed documents: one program a multiprocessor. Only the ratio counts.
 RACED = DKDV._replace(config=LaunchConfig(64, 128, 8, 2), alone=1.0)
 
 
 def makespan(costs: Costs, kernel: Kernel) -> float:
     """Microseconds until all programs have ended."""
-    each = max(1, 8 // kernel.config.warps)
-    free = [(0.0, slot) for slot in range(PROCESSORS * each)]
+    free = [(0.0, slot) for slot in range(PROCESSORS * kernel.each)]
     for cost in costs.tolist():
         end, slot = free[0]
         heapq.heapreplace(free, (end + cost, slot))
-    ends = np.array([end for end, _ in sorted(free, key=lambda x: x[1])]).reshape(each, PROCESSORS)
+    ends = np.array([end for end, _ in sorted(free, key=lambda x: x[1])]).reshape(kernel.each, PROCESSORS)
     ends.sort(axis=0)
     return float((ends[0] + (ends[-1] - ends[0]) * kernel.alone).max())
-
-
-def use(launches: Sequence[Costs], kernel: Kernel) -> float:
-    """The time that launches would take if all slots were busy until the end, over the time that they take."""
-    slots = PROCESSORS * max(1, 8 // kernel.config.warps)
-    return sum(float(x.sum()) / slots for x in launches) / sum(makespan(x, kernel) for x in launches)
 
 
 def of_queries(facts: StepFacts, kernel: Kernel, heads: int) -> Costs:
     """The programs of forward or dq."""
     table, tiles = query_table(facts, kernel.config)
     _, _, begin, full_begin, full_end, end, *_ = table[:tiles].numpy().astype(np.int64).T
-    full = full_end - full_begin
-    return np.repeat(full * kernel.full + (end - begin - full) * kernel.masked + kernel.program, heads)
+    full, fixed = full_end - full_begin, np.where(begin < end, kernel.program, kernel.empty)
+    return np.repeat(full * kernel.full + (end - begin - full) * kernel.masked + fixed, heads)
 
 
-def of_keys(facts: StepFacts, kernel: Kernel, kv_heads: int, group: int) -> Costs:
-    """The programs of dkdv."""
-    table, queries, _, _, work = key_table(facts, kernel.config)
-    split = parts(len(table) * kv_heads, work * group, PROCESSORS)
+def of_keys(facts: StepFacts, kernel: Kernel, kv_heads: int, group: int, processors: int = PROCESSORS) -> Costs:
+    """The programs of dkdv. processors: of the device that the table is made for."""
+    table, queries, _, _, by_tile, rows, _ = key_table(facts, kernel.config, kv_heads, group, processors)
     first, _, begin, end = queries.numpy().T
     at, costs = facts.pos.numpy()[first], []
-    for j, q_begin, full_begin, full_end, q_end, *_ in table.tolist():
+    for j, q_begin, full_begin, full_end, q_end, part, parts, _ in table[:rows].tolist():
         tile = np.r_[q_begin:full_begin, full_end:q_end]
         visited = (begin[tile] <= j) & (j < end[tile])
         if facts.until is not None:
             visited &= at[tile] < int(facts.until[j * kernel.config.bn : (j + 1) * kernel.config.bn].max())
         visited, full = np.tile(visited, group), (full_end - full_begin) * group
-        for part in range(split):
-            a, b = (len(visited) * n // split for n in (part, part + 1))
-            masked = int(visited[a:b].sum())
-            visits = (full * (part + 1) // split - full * part // split) * kernel.full + masked * kernel.masked
-            costs.append(visits + (b - a - masked) * kernel.skipped + kernel.program)
-    return np.tile(costs, kv_heads)
+        a, b = (len(visited) * n // parts for n in (part, part + 1))
+        masked = int(visited[a:b].sum())
+        visits = (full * (part + 1) // parts - full * part // parts) * kernel.full + masked * kernel.masked
+        fixed = kernel.program if q_begin < q_end else kernel.empty
+        costs.append(visits + (b - a - masked) * kernel.skipped + fixed)
+    return np.repeat(costs, kv_heads) if by_tile else np.tile(costs, kv_heads)
+
+
+def joining(facts: StepFacts, kernel: Kernel, kv_heads: int, group: int) -> float:
+    """Microseconds until the parts of cut key tiles are summed."""
+    table, *_, rows, _ = key_table(facts, kernel.config, kv_heads, group, PROCESSORS)
+    return kernel.full * shares.summing(table[rows:, 2].numpy())
+
+
+def key_use(mask: Mask, kv_heads: int, group: int = 4) -> float:
+    """The part of the device that dk and dv use: the time of uncut tiles if all slots are busy, over their time."""
+    ideal = taken = 0.0
+    for step in facts(mask):
+        t = step.tiles(DKDV.config.bm, DKDV.config.bn)
+        fixed = np.where(t.q_begin < t.q_end, DKDV.program, DKDV.empty)
+        work = shares.key_work(t).sum() * group * DKDV.full + fixed.sum()
+        ideal += work * kv_heads / (PROCESSORS * DKDV.each)
+        taken += makespan(of_keys(step, DKDV, kv_heads, group), DKDV) + joining(step, DKDV, kv_heads, group)
+    return ideal / taken
 
 
 def facts(mask: Mask) -> list[StepFacts]:
@@ -126,8 +147,22 @@ def forward(mask: Mask, heads: int, kernel: Kernel = FORWARD) -> float:
 
 def backward(mask: Mask, heads: int, kv_heads: int, dkdv: Kernel = DKDV) -> float:
     """Modelled milliseconds of dq, and of dk and dv."""
-    of_dkdv = sum(makespan(of_keys(x, dkdv, kv_heads, heads // kv_heads), dkdv) + LAUNCH for x in facts(mask))
+    group = heads // kv_heads
+    of_dkdv = sum(
+        makespan(of_keys(x, dkdv, kv_heads, group), dkdv) + joining(x, dkdv, kv_heads, group) + LAUNCH
+        for x in facts(mask)
+    )
     return forward(mask, heads, DQ) + of_dkdv / 1e3
+
+
+@contextmanager
+def recorded_tables() -> Iterator[None]:
+    """Tables of dk and dv as they were when the rows were recorded: by head."""
+    gain, shares.GAIN = shares.GAIN, 0.0
+    try:
+        yield
+    finally:
+        shares.GAIN = gain
 
 
 class Modelled(NamedTuple):
@@ -212,16 +247,18 @@ def main() -> int:
     from rich.table import Table
 
     rows, table = read(RECORDED), Table("case", "mode", "recorded", "modelled", "error")
-    names = {setup.name for setup, _ in setups(False)}
-    for found in (accumulated(rows), single(rows, sorted(names)), raced(rows), windowed(rows)):
-        for x in found:
+    names = sorted({setup.name for setup, _ in setups(False)})
+    with recorded_tables():
+        for x in (*accumulated(rows), *single(rows, names), *raced(rows), *windowed(rows)):
             table.add_row(x.case, x.mode, f"{x.recorded:.4g}", f"{x.modelled:.4g}", f"{x.error:+.1%}")
     rich.print(table)
     heads = (1, 2, 4, 8)
-    table = Table("dk and dv: the device in use", *(f"{n} key heads" for n in heads))
+    table = Table("device in use by dk and dv, by head and as shared", *(f"{n} key heads" for n in heads))
     for name, mask in masks().items():
-        steps = facts(mask)
-        table.add_row(name, *(f"{use([of_keys(x, DKDV, n, 4) for x in steps], DKDV):.2f}" for n in heads))
+        now = [key_use(mask, n) for n in heads]
+        with recorded_tables():
+            before = [key_use(mask, n) for n in heads]
+        table.add_row(name, *(f"{a:.2f} {b:.2f}" for a, b in zip(before, now, strict=True)))
     rich.print(table)
     return 0
 

@@ -95,7 +95,7 @@ def test_small_kernels_compile_for_every_generation(where) -> None:
     assert [(row["generation"], row["launch"]) for row in rows] == [(g, name) for g in GENERATIONS for name in names]
     wrong = [row for row in rows if "error" in row]
     assert not wrong, "\n".join(map(str, wrong))
-    assert {row["kernel"] for row in rows} == {"move", "merge_rows", "rotate_rows", "delta_rows"}
+    assert {row["kernel"] for row in rows} == {"move", "merge_rows", "rotate_rows", "delta_rows", "add_parts"}
     dense = [row for row in rows if row["launch"].startswith(("pack", "merge_ t"))]
     assert dense and all(row["widest"] > 1 for row in dense), "rows are moved many bytes at a time"
 

@@ -36,7 +36,6 @@ from seqpar.kernels.triton.config import (  # noqa: E402
     LaunchConfig,
     configure,
     generation,
-    parts,
     pieces,
 )  # fmt: skip
 
@@ -58,13 +57,6 @@ def test_pieces_of_common_head_dims() -> None:
     expected = {80: (64, 16), 96: (64, 32), 192: (128, 64), 112: (128, 0), 72: (64, 16), 64: (64, 0), 8: (16, 0)}
     expected |= {256: (256, 0), 320: (256, 64), 512: (256, 256)}
     assert {d: pieces(d) for d in expected} == expected
-
-
-@given(st.integers(1, 4096), st.integers(0, 4096), st.integers(1, 200))
-def test_work_is_split_to_fill_the_processors_and_no_part_is_empty(programs: int, work: int, processors: int) -> None:
-    n = parts(programs, work, processors)
-    assert 1 <= n <= max(1, min(work, 16))
-    assert n == 1 or programs * (n - 1) < 2 * processors
 
 
 def test_devices_take_configurations_that_fit_them() -> None:

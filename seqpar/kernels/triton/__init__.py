@@ -33,17 +33,17 @@ from seqpar.kernels.triton.arguments import (
     check_heads,
     check_rows,
     describable,
+    key_sums,
     kinds_of,
     launch_shape,
-    partial_sums,
     per_head,
     per_row,
     scalars,
     seed,
     with_slopes,
 )
-from seqpar.kernels.triton.config import CLASSES, Descriptor, LaunchConfig, configure, generation, parts
-from seqpar.kernels.triton.launch import Both, Launch, Prepared, kind_of_score
+from seqpar.kernels.triton.config import CLASSES, Descriptor, LaunchConfig, configure, generation
+from seqpar.kernels.triton.launch import Both, Joined, Launch, Prepared, kind_of_score
 from seqpar.kernels.triton.tables import key_table, query_table
 from seqpar.kernels.triton.variants import dkdv_variants, forward_variants
 
@@ -101,7 +101,11 @@ class Triton(Kernel):
         for direction in ("forward", "dq", "dkdv") if spec.grads else ("forward",):
             config = self.configure(Descriptor(direction, spec.dim, spec.v_dim, spec.dtype.itemsize, device))
             if len(facts.pos) and (len(facts.key_pos) or direction == "forward"):
-                (key_table if direction == "dkdv" else query_table)(facts, config)
+                if direction == "dkdv":
+                    group = spec.heads // spec.kv_heads
+                    key_table(facts, config, spec.kv_heads, group, _processors(torch.device(spec.device)))
+                else:
+                    query_table(facts, config)
         return made
 
     def forward(self, x: Operands, into: Sums) -> None:
@@ -153,10 +157,10 @@ class Triton(Kernel):
         dq, dkdv = x.facts.memo(key, lambda: (self._prepare_dq(x, grads), self._prepare_dkdv(x, grads)))
         q, k, v, dout, grad = map(per_row, of_rows, kinds)
         sums = *per_head(grads.lse, kinds[-2]), *per_head(grads.delta, kinds[-1])
-        return Both(dq, dkdv, q, k, v, dout, grad, sums, (with_slopes(dq.scalars, x.score.slopes), seed(x)))
+        return Both(dq, dkdv, q, k, v, dout, grad, kinds[5:7], sums, (with_slopes(dq.scalars, x.score.slopes), seed(x)))
 
     def _dq(self, x: Operands, both: Both) -> None:
-        ready, _, q, k, v, dout, grad, sums, scores = both
+        ready, _, q, k, v, dout, grad, _, sums, scores = both
         ready.launch(
             q, k, *ready.loads[0].of(x.k), v, *ready.loads[1].of(x.v), dout, *sums,
             ready.bounds, *ready.tables, grad, *scores, *ready.counts,
@@ -177,37 +181,41 @@ class Triton(Kernel):
         )  # fmt: skip
 
     def _dkdv(self, x: Operands, grads: Grads, both: Both) -> None:
-        _, ready, q, k, v, dout, _, sums, scores = both
-        dk, dv = grads.dk, grads.dv
-        if ready.parts > 1:
-            dk, dv = (g.new_empty(ready.parts, *g.shape) for g in (dk, dv))
+        _, ready, q, k, v, dout, _, kinds, sums, scores = both
+        joined = ready.joined
+        into = key_sums(grads.dk, grads.dv, kinds, joined.rows if joined else 0)
         ready.launch(
             q, *ready.loads[0].of(x.q), k, v, dout, *ready.loads[1].of(grads.dout), *sums,
-            ready.bounds, *ready.tables, *partial_sums(dk, dv), *scores, *ready.counts,
+            ready.bounds, *ready.tables, *into, *scores, *ready.counts,
         )  # fmt: skip
-        if ready.parts > 1:
-            grads.dk.add_(dk.sum(0))
-            grads.dv.add_(dv.sum(0))
+        if joined:
+            joined.launch(*into, *joined.counts)
 
     def _prepare_dkdv(self, x: Operands, grads: Grads) -> Prepared:
         from seqpar.kernels.triton.backward import dkdv
+        from seqpar.kernels.triton.parts import joins
 
         check_rows(x.q, x.k, x.v, grads.dout, grads.dk, grads.dv)
         check_heads(grads.lse, grads.delta)
         config = self._config("dkdv", x)
-        table, query_tiles, uniform, exact, work = key_table(x.facts, config)
+        (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
+        group = heads // kv_heads
+        table, query_tiles, uniform, exact, by_tile, programs, parts = key_table(
+            x.facts, config, kv_heads, group, _processors(x.q.device)
+        )
         # A descriptor also loads the rows after a short tile, and their values may not be finite.
         able = config.tma and describable(x.q, grads.dout)
         tma = able and uniform
-        (rows, heads), (keys, kv_heads) = x.q.shape[:2], x.k.shape[:2]
-        split = parts(table.shape[0] * kv_heads, work * (heads // kv_heads), _processors(x.q.device))
-        programs = table.shape[0] * kv_heads * split
-        launch = self._launch(dkdv, programs, x, config, uniform, exact, split == 1, tma=tma)
+        launch = self._launch(dkdv, programs * kv_heads, x, config, uniform, exact, tma=tma)
+        join = joins(grads.dk, grads.dv, table.shape[0] - programs, config.bn)
+        joined = Joined(join, parts * config.bn, (table[programs:], kv_heads, keys))
         if self.variants and not interpreted():
             launch.variants = dkdv_variants(x, grads, launch.constants[-1], config.bm, able=able)
+            launch.others = ((join, (*key_sums(grads.dk, grads.dv, kinds_of(grads.dk, grads.dv), 0), *joined.counts)),)
         return Prepared(
             launch, (TileLoads(x.q, config.bm, tma), TileLoads(grads.dout, config.bm, tma)), bounds_of(x.facts),
-            (table, query_tiles), (table.shape[0], split, heads // kv_heads, rows, keys), scalars(x), split,
+            (table, query_tiles), (kv_heads if by_tile else programs, int(by_tile), group, rows, keys), scalars(x),
+            joined if parts else None,
         )  # fmt: skip
 
     def _config(self, direction: str, x: Operands) -> LaunchConfig:

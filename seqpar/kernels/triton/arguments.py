@@ -95,11 +95,17 @@ def per_row(x: Tensor, kind: TensorKind) -> PerRow:
     return tuple.__new__(PerRow, (x, row, head))  # PerRow(x, row, head) in half the time
 
 
-def partial_sums(dk: Tensor, dv: Tensor) -> tuple[PerRow, PerRow, int, int]:
-    """dk and dv [rows, heads, dim], or their parts [parts, rows, heads, dim], and the elements between two parts."""
-    strides = [x.stride() if x.dim() == 4 else (0, *x.stride()) for x in (dk, dv)]
-    (between_dk, *of_dk, _), (between_dv, *of_dv, _) = strides
-    return PerRow(dk, *of_dk), PerRow(dv, *of_dv), between_dk, between_dv
+def key_sums(dk: Tensor, dv: Tensor, kinds: tuple[TensorKind, ...], rows: int) -> tuple[PerRow, ...]:
+    """dk and dv [rows, heads, dim] of two kinds, and so many rows of each for the parts of tiles that are cut.
+
+    Without such rows, the same tensors stand for them: they have the strides that the binary is compiled for, and are
+    not read.
+    """
+    (_, (_, heads, d), _, _), (_, (_, _, v), _, _) = kinds
+    dk_parts, dv_parts = (dk.new_empty(rows, heads, d), dv.new_empty(rows, heads, v)) if rows else (dk, dv)
+    new = tuple.__new__
+    parts = new(PerRow, (dk_parts, heads * d, d)), new(PerRow, (dv_parts, heads * v, v))
+    return per_row(dk, kinds[0]), per_row(dv, kinds[1]), *parts
 
 
 def check_rows(*tensors: Tensor) -> None:

@@ -1,8 +1,7 @@
 """The deterministic backward: one kernel sums dq by query tiles, the other dk and dv by key tiles.
 
-There are no atomics: every sum has one program and one order. Where key tiles are too few to fill the device, the query
-tiles of each are split into parts, whose sums are added in their order afterwards. Source: Dao 2023, FlashAttention-2,
-section 3.1.
+There are no atomics: every sum has one program and one order. A key tile with more work than its share is cut into
+parts, whose sums are added in their order afterwards. Source: Dao 2023, FlashAttention-2, section 3.1.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ def dq(
         if S.UNTIL:
             p_stretch, stretch_end, shift = along_stretches(visit + 1, p_stretch, stretch_end, shift)
     p_grad = grad.data + row.to(tl.int64) * grad.row + i_h.to(tl.int64) * grad.head
-    store_tile(p_grad, b_dq1 * score.scale, o_m, grad.row, m_m, True, 0, S.D1, S.D)
+    store_tile(p_grad, b_dq1 * score.scale, o_m, grad.row, m_m, m_m, True, 0, S.D1, S.D)
     if S.D2:
-        store_tile(p_grad, b_dq2 * score.scale, o_m, grad.row, m_m, True, S.D1, S.D2, S.D)
+        store_tile(p_grad, b_dq2 * score.scale, o_m, grad.row, m_m, m_m, True, S.D1, S.D2, S.D)
 
 
 @triton.jit
@@ -132,27 +131,27 @@ def _dq_tile(
 
 # Counts and strides of lse and delta change with every batch and the seed with every layer, and none of them is worth
 # a binary of its own.
-@triton.jit(do_not_specialize=["lse", "lse_head", "delta", "delta_head", "seed", "key_tiles", "parts", "rows", "keys"])
+@triton.jit(do_not_specialize=["lse", "lse_head", "delta", "delta_head", "seed", "inner", "by_tile", "rows", "keys"])
 def dkdv(
-    q, q1, q2, k, v, dout, g1, g2, lse, lse_head, delta, delta_head, bounds, table, query_tiles, dk, dv, dk_part,
-    dv_part, score, seed, key_tiles, parts, group, rows, keys,
-    UNIFORM: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, S: tl.constexpr,
+    q, q1, q2, k, v, dout, g1, g2, lse, lse_head, delta, delta_head, bounds, table, query_tiles, dk, dv, dk_parts,
+    dv_parts, score, seed, inner, by_tile, group, rows, keys,
+    UNIFORM: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """One part of dk and dv of a key tile.
+    """One part of dk and dv of a key tile: added to the present values if it is the only one, else stored among parts.
 
-    ADD: there is a single part, added to the present values; otherwise parts are stored dk_part and dv_part elements
-    apart. table [key tiles, 8]: key tile, q_begin, q_full_begin, q_full_end, q_end. query_tiles [query tiles, 4]: first
-    row, row past the last, begin, end. UNIFORM: all query tiles but the last have BM rows. EXACT: the key tile is
-    visited by all query tiles in [q_begin, q_end). query_tiles is read only where one of the two does not hold.
+    table [rows, 8]: see `seqpar.kernels.triton.tables.key_table`. inner: the number of programs that follow each other,
+    by_tile those of a row for all key heads, otherwise those of a key head for all rows. dk_parts, dv_parts: BN rows
+    for each part of a cut tile. query_tiles [query tiles, 4]: first row, row past the last, begin, end. UNIFORM: all
+    query tiles but the last have BM rows. EXACT: the key tile is visited by all query tiles in [q_begin, q_end).
+    query_tiles is read only where one of the two does not hold.
     """
-    i_work = tl.program_id(0)
-    i_kv = i_work // (key_tiles * parts)
-    i_work -= i_kv * (key_tiles * parts)
-    p_table = table + i_work // parts * 8
-    i_part = i_work % parts
+    i_outer, i_inner = tl.program_id(0) // inner, tl.program_id(0) % inner
+    i_kv = tl.where(by_tile != 0, i_inner, i_outer)
+    p_table = table + tl.where(by_tile != 0, i_outer, i_inner) * 8
     j, begin, end = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 4)
     full_begin, full_end = tl.load(p_table + 2), tl.load(p_table + 3)
-    if ADD and begin == end:
+    i_part, parts = tl.load(p_table + 5), tl.load(p_table + 6)
+    if begin == end and parts == 1:
         return
 
     first = j * S.BN
@@ -199,15 +198,25 @@ def dkdv(
                 query_tiles, score, seed, rows, b_k1, b_k2, b_v1, b_v2, b_at, b_until, b_dk1, b_dk2, b_dv1, b_dv2, True,
                 UNIFORM, S,
             )  # fmt: skip
-    i_out, h_64, first_64 = i_part.to(tl.int64), i_kv.to(tl.int64), first.to(tl.int64)
-    p_dk = dk.data + i_out * dk_part + first_64 * dk.row + h_64 * dk.head
-    p_dv = dv.data + i_out * dv_part + first_64 * dv.row + h_64 * dv.head
-    store_tile(p_dk, b_dk1 * score.scale, o_n, dk.row, m_n, ADD, 0, S.D1, S.D)
-    store_tile(p_dv, b_dv1, o_n, dv.row, m_n, ADD, 0, S.V1, S.V)
-    if S.D2:
-        store_tile(p_dk, b_dk2 * score.scale, o_n, dk.row, m_n, ADD, S.D1, S.D2, S.D)
-    if S.V2:
-        store_tile(p_dv, b_dv2, o_n, dv.row, m_n, ADD, S.V1, S.V2, S.V)
+    whole = parts == 1
+    row = tl.where(whole, first, tl.load(p_table + 7) * S.BN)
+    m_add = o_n < tl.where(whole, keys - first, 0)
+    b_dk1, b_dk2 = b_dk1 * score.scale, b_dk2 * score.scale
+    _store_sums(dk, dk_parts, b_dk1, b_dk2, row, i_kv, o_n, m_n, m_add, whole, S.D1, S.D2, S.D)
+    _store_sums(dv, dv_parts, b_dv1, b_dv2, row, i_kv, o_n, m_n, m_add, whole, S.V1, S.V2, S.V)
+
+
+@triton.jit
+def _store_sums(
+    x, x_parts, b_1, b_2, row, i_kv, o_n, m_n, m_add, whole,
+    W1: tl.constexpr, W2: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Add both pieces of the sums of a whole key tile to rows of a head, or store those of a part."""
+    stride, head = tl.where(whole, x.row, x_parts.row), tl.where(whole, x.head, x_parts.head)
+    p_x = tl.where(whole, x.data, x_parts.data) + row.to(tl.int64) * stride + i_kv.to(tl.int64) * head
+    store_tile(p_x, b_1, o_n, stride, m_n, m_add, True, 0, W1, LIMIT)
+    if W2:
+        store_tile(p_x, b_2, o_n, stride, m_n, m_add, True, W1, W2, LIMIT)
 
 
 @triton.jit

@@ -128,12 +128,3 @@ def configure(d: Descriptor) -> LaunchConfig:
     uneven = None if d.itemsize == 4 else _UNEVEN.get((d.generation, d.direction, d.dim, d.v_dim))
     bm, bn, warps, stages, *tma = uneven or table[d.direction][n]
     return LaunchConfig(bm, bn, warps, stages, tma=d.itemsize == 2 and d.generation in (90, 100) and tma != [False])
-
-
-def parts(programs: int, work: int, processors: int) -> int:
-    """The number of parts into which each program's work is split, so that all parts fill the processors twice.
-
-    programs: their number before splitting. work: tiles that the longest of them visits; each part visits at least one.
-    processors: streaming multiprocessors of the device.
-    """
-    return max(1, min(-(-2 * processors // max(programs, 1)), work, 16))

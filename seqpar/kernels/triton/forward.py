@@ -116,12 +116,12 @@ def forward(
     b_out = b_acc1 * b_part[:, None]
     if not FIRST:
         b_out += b_keep[:, None] * load_tile(prior, prior.data, row, i_h, o_m, m_m, True, False, 0, S.V1, S.V)
-    store_tile(p_target, b_out, o_m, target.row, m_write, False, 0, S.V1, S.V)
+    store_tile(p_target, b_out, o_m, target.row, m_write, m_write, False, 0, S.V1, S.V)
     if S.V2:
         b_out = b_acc2 * b_part[:, None]
         if not FIRST:
             b_out += b_keep[:, None] * load_tile(prior, prior.data, row, i_h, o_m, m_m, True, False, S.V1, S.V2, S.V)
-        store_tile(p_target, b_out, o_m, target.row, m_write, False, S.V1, S.V2, S.V)
+        store_tile(p_target, b_out, o_m, target.row, m_write, m_write, False, S.V1, S.V2, S.V)
 
 
 @triton.jit

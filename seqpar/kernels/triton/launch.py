@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from seqpar.kernels.protocol import Score
-from seqpar.kernels.triton.arguments import Bounds, EndingBounds, PerRow, Scalars, TileLoads, kinds_of
+from seqpar.kernels.triton.arguments import Bounds, EndingBounds, PerRow, Scalars, TensorKind, TileLoads, kinds_of
 
 Variants = Iterable[Mapping[str, Any]]  # the arguments by name in which a variant differs
 
@@ -38,7 +38,8 @@ def _is_narrow(seed: int) -> bool:
 class Launch:
     """A kernel's launches with arguments of one kind.
 
-    constants: its last arguments, compiled into it. options: of the compilation. variants: to compile with it.
+    constants: its last arguments, compiled into it. options: of the compilation. variants: to compile with it. others:
+    launches of other kernels, each with arguments, to compile with it too.
     """
 
     kernel: Any
@@ -46,6 +47,7 @@ class Launch:
     constants: tuple[Any, ...]
     options: dict[str, Any]
     variants: Variants = ()
+    others: tuple[tuple[Launch, tuple[Any, ...]], ...] = ()
     launch: Any = field(default=None, init=False)  # of the binary, once there is one
 
     def __call__(self, *arguments: Any) -> None:
@@ -71,10 +73,21 @@ class Launch:
             return
         names = self.kernel.arg_names
         named = dict(zip(names, (*arguments, *self.constants), strict=True))
-        with ThreadPoolExecutor(len(changes) + 1) as threads, AsyncCompileMode(threads, ignore_errors=True):
+        count = len(changes) + 1 + len(self.others)
+        with ThreadPoolExecutor(count) as threads, AsyncCompileMode(threads, ignore_errors=True):
             for variant in (named, *({**named, **change} for change in changes)):
                 self.kernel.warmup(*(variant[name] for name in names), grid=(1, 1, 1), **self.options)
+            for other, given in self.others:
+                other.kernel.warmup(*given, *other.constants, grid=(1, 1, 1), **other.options)
         _compiled.add(key)
+
+
+class Joined(NamedTuple):
+    """The launch that adds the parts of cut key tiles to dk and dv. rows: of all parts. counts: its last arguments."""
+
+    launch: Launch
+    rows: int
+    counts: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +95,7 @@ class Prepared:
     """All of a launch but its tensors.
 
     loads: of the two tensors whose tiles are loaded one after another. tables: of the step's tiles. counts: the last
-    arguments before the constants. parts: of dk and dv, which are then summed.
+    arguments before the constants. joined: None unless key tiles are cut.
     """
 
     launch: Launch
@@ -91,7 +104,7 @@ class Prepared:
     tables: tuple[Tensor, ...]
     counts: tuple[int, ...]
     scalars: Scalars
-    parts: int = 1
+    joined: Joined | None = None
 
 
 class Both(NamedTuple):
@@ -104,6 +117,7 @@ class Both(NamedTuple):
     v: PerRow
     dout: PerRow
     grad: PerRow  # of q
+    kinds: tuple[TensorKind, ...]  # of dk and dv
     sums: tuple[Any, ...]  # lse and delta
     scores: tuple[Scalars, int]
 

@@ -1,6 +1,7 @@
 """The tile tables of a step as the kernels read them, uploaded once for each tile size.
 
-A device starts programs about in the order of the table. Tiles with most work come first, and short ones fill the end.
+A device starts programs about in the order of the table. Tiles with most work come first, and short ones fill the end;
+`seqpar.kernels.triton.shares` has the order of key tiles.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from seqpar.facts.value import Ints
 from seqpar.kernels.memory.upload import upload
 from seqpar.kernels.protocol import StepFacts
 from seqpar.kernels.triton.config import LaunchConfig
+from seqpar.kernels.triton.shares import shares
 
 
 def query_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, int]:
@@ -61,18 +63,29 @@ def _walks(s: Stretches, whole: int) -> tuple[list[Ints], Ints]:
     return columns, np.append(walks, np.zeros(8 - len(walks) % 8, np.int64)).reshape(-1, 8)  # one more is loaded
 
 
-def key_table(facts: StepFacts, config: LaunchConfig) -> tuple[Tensor, Tensor, bool, bool, int]:
-    """The arguments of dkdv: table, query_tiles, UNIFORM, EXACT, and the most query tiles that visit one key tile."""
+def key_table(
+    facts: StepFacts, config: LaunchConfig, kv_heads: int, group: int, processors: int
+) -> tuple[Tensor, Tensor, bool, bool, bool, int, int]:
+    """The arguments of dkdv: table, query_tiles, UNIFORM, EXACT, by_tile, rows of the table, parts of cut tiles.
 
-    def make() -> tuple[Tensor, Tensor, bool, bool, int]:
+    The table, 8 wide: for each row key tile, q_begin, q_full_begin, q_full_end, q_end, which part of so many, and its
+    place among the parts of all cut tiles. A row for each cut tile follows: key tile, place of its first part, parts.
+    """
+
+    def make() -> tuple[Tensor, Tensor, bool, bool, bool, int, int]:
         t = facts.tiles(config.bm, config.bn)
+        parts, tile, part, by_tile = shares(t, kv_heads, group, processors, max(1, 8 // config.warps))
         full_end = np.minimum(t.q_full_end, facts.pos.shape[0] // config.bm) if t.uniform else t.q_full_end
-        columns = [np.arange(len(t.q_begin)), t.q_begin, np.minimum(t.q_full_begin, full_end), full_end, t.q_end]
+        visits = [np.arange(len(t.q_begin)), t.q_begin, np.minimum(t.q_full_begin, full_end), full_end, t.q_end]
+        cut = np.flatnonzero(parts > 1)
+        place = np.cumsum(np.where(parts > 1, parts, 0)) - parts
+        rows = _columns([*(x[tile] for x in visits), part, parts[tile], place[tile] + part], slice(None), 8)
+        cuts = _columns([cut, place[cut], parts[cut]], slice(None), 8)
         of_queries = _columns([t.rows[:-1], t.rows[1:], t.begin, t.end], slice(None), 4)
-        table, query_tiles = upload([_columns(columns, t.q_order, 8), of_queries], facts.pos.device)
-        return table, query_tiles, t.uniform, t.q_exact, int((t.q_end - t.q_begin).max(initial=0))
+        table, query_tiles = upload([np.concatenate([rows, cuts]), of_queries], facts.pos.device)
+        return table, query_tiles, t.uniform, t.q_exact, by_tile, len(rows), int(parts[cut].sum())
 
-    return facts.memo(("key tiles", config.bm, config.bn), make)
+    return facts.memo(("key tiles", config.bm, config.bn, kv_heads, group, processors), make)
 
 
 def _columns(columns: list[Ints], order: Any, width: int) -> Ints:

@@ -46,15 +46,16 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    p_tile, b_x, o_row, stride, m_row, ADD: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr
-):
-    """Write a block to columns [START, START + WIDTH) of some rows; ADD adds it to the present values."""
+    p_tile, b_x, o_row, stride, m_row, m_add, ADD: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Write a block to columns [START, START + WIDTH) of some rows; ADD adds the present values of rows in m_add."""
     o_col = START + tl.arange(0, WIDTH)
     p_x = p_tile + o_row[:, None] * stride + o_col[None, :]
-    mask = m_row[:, None] & (o_col < LIMIT)[None, :]
+    m_col = (o_col < LIMIT)[None, :]
     if ADD:
-        b_x += tl.load(p_x, mask=mask, other=0.0)
-    tl.store(p_x, b_x.to(p_tile.dtype.element_ty), mask=mask)
+        b_x += tl.load(p_x, mask=m_add[:, None] & m_col, other=0.0)
+    tl.store(p_x, b_x.to(p_tile.dtype.element_ty), mask=m_row[:, None] & m_col)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.protocol import Grads, Operands
-from seqpar.kernels.triton.arguments import LaunchShape, PerRow, TileLoads, partial_sums
+from seqpar.kernels.triton.arguments import LaunchShape, PerRow, TileLoads
 
 
 def forward_variants(dtype: torch.dtype, target: Tensor) -> Iterator[dict[str, Any]]:
@@ -30,19 +30,14 @@ def forward_variants(dtype: torch.dtype, target: Tensor) -> Iterator[dict[str, A
 
 
 def dkdv_variants(x: Operands, grads: Grads, shape: LaunchShape, rows: int, *, able: bool) -> Iterator[dict[str, Any]]:
-    """Even and uneven query tiles, with and without gaps, and key tiles whose work is split.
+    """Even and uneven query tiles, with and without gaps.
 
     rows: of a query tile. able: the hardware can load tiles of q and dout.
     """
-    for uniform, exact, whole in product((True, False), repeat=3):
+    for uniform, exact in product((True, False), repeat=2):
         tma = able and uniform
         q1, q2 = TileLoads(x.q, rows, tma).of(x.q)
         g1, g2 = TileLoads(grads.dout, rows, tma).of(grads.dout)
-        sums = (
-            (grads.dk, grads.dv) if whole else (g.new_empty(2, *g.shape, device="meta") for g in (grads.dk, grads.dv))
-        )
-        names = "dk", "dv", "dk_part", "dv_part"
         yield {
-            "UNIFORM": uniform, "EXACT": exact, "ADD": whole, "S": shape._replace(TMA=tma), "q1": q1, "q2": q2,
-            "g1": g1, "g2": g2, **dict(zip(names, partial_sums(*sums), strict=True)),
+            "UNIFORM": uniform, "EXACT": exact, "S": shape._replace(TMA=tma), "q1": q1, "q2": q2, "g1": g1, "g2": g2,
         }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -87,6 +87,11 @@ class PartRecipe:
             views=_views(part),
             several=replicated(heads, kv_heads, part.width),
         )
+
+    def specs(self, spec: CallSpec) -> set[CallSpec]:
+        """The kernel's view of each block of this rank's heads, from that of the whole call."""
+        counts = [(q.stop - q.start, self.key_heads if kv is None else kv.stop - kv.start) for _, kv, q in self.blocks]
+        return {replace(spec, heads=heads, kv_heads=kv_heads) for heads, kv_heads in counts}
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +265,10 @@ def _prepared(recipe: Recipe, spec: CallSpec, device: torch.device) -> PlanUploa
             for band in step.bands:
                 until = None if band.until is None else keys
                 facts = StepFacts(rows, rows, rows, keys, until, band.tiles, lambda: None, band.memo)
-                tables += [(band, key, value) for key, value in recipe.kernel.tables(spec, facts).items()]
+                made: dict[Hashable, Any] = {}
+                for own in recipe.widths[step.part.width].specs(spec):
+                    made |= recipe.kernel.tables(own, facts)
+                tables += [(band, key, value) for key, value in made.items()]
     several = [*arrays.values(), *(x.numpy() for *_, value in tables for x in _tensors_of(value))]
     return PlanUpload(list(arrays), tables, UploadBuffer(several, device))
 
