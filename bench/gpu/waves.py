@@ -36,6 +36,7 @@ from seqpar.kernels import StepFacts
 from seqpar.kernels.triton import shares
 from seqpar.kernels.triton.config import Descriptor, LaunchConfig, configure
 from seqpar.kernels.triton.tables import key_table, query_table
+from seqpar.planner.hardware import AttentionCost
 
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
 PROCESSORS = 132  # of an H200
@@ -226,6 +227,44 @@ def windowed(rows: list[Row]) -> Iterator[Modelled]:
             yield Modelled(str(setup), "backward" if back else "forward", row["ms"], ms)
 
 
+def planned(rows: list[Row]) -> tuple[AttentionCost, list[Modelled]]:
+    """The coefficients of `seqpar.planner.hardware` as they fit the rows, with the least squares of relative errors.
+
+    Forward: slice `accumulate` and the causal and full calls of slice `forward`. Backward has the same cost of a row in
+    pairs, and its rate is the mean that the two calls of slice `backward` ask for. key_pairs: of the programs of dkdv,
+    in pairs of both directions.
+    """
+    terms, seconds, names, backs = [], [], [], []
+    for row in rows:
+        words = [int(word) for word in row["case"].replace(",", "").split() if word.isdigit()]
+        if row["slice"] == "accumulate":
+            queries, keys = words
+            merged, area, heads = queries * (row["mode"] in ("accumulating", "last")), queries * keys, 32
+        elif row["slice"] in ("forward", "backward") and row["kernel"] == "triton" and words[1:] == [16, 128]:
+            name, queries, heads = row["case"].split()[0], *words[:2]
+            if queries != 16384 or name not in ("causal", "full"):
+                continue
+            area, merged = queries * (queries + 1) // 2 if name == "causal" else queries**2, 0
+            if row["slice"] == "backward":
+                backs.append((area, queries, row["ms"] / 1e3))
+                continue
+        else:
+            continue
+        terms.append([512 * heads * area, 512 * heads * queries, 512 * heads * merged, 1.0])
+        seconds.append(row["ms"] / 1e3)
+        names.append((row["case"], row.get("mode", "")))
+    x, y = np.array(terms), np.array(seconds)
+    scale = np.abs(x / y[:, None]).max(0)
+    pair, query, merge, stage = np.linalg.lstsq(x / y[:, None] / scale, np.ones(len(y)), rcond=None)[0] / scale
+    rate = np.mean([1280 * 16 * (area + query / pair * n) / t for area, n, t in backs])
+    fixed = DKDV.program / 1e6 / (DKDV.config.bn * PROCESSORS * DKDV.each)  # seconds of a key row
+    cost = AttentionCost(
+        1 / pair, float(rate), 0.0, query / pair, fixed / (512 * pair + 1280 / rate), stage, (query + merge) / pair
+    )
+    fitted = [Modelled(*name, t, e) for name, t, e in zip(names, y * 1e3, x @ [pair, query, merge, stage] * 1e3)]
+    return cost, fitted
+
+
 def masks() -> dict[str, Mask]:
     """Masks whose dk and dv are simulated."""
     tree, sinks = (setup.mask() for setup in trees.setups(False))
@@ -252,6 +291,7 @@ def main() -> int:
         for x in (*accumulated(rows), *single(rows, names), *raced(rows), *windowed(rows)):
             table.add_row(x.case, x.mode, f"{x.recorded:.4g}", f"{x.modelled:.4g}", f"{x.error:+.1%}")
     rich.print(table)
+    rich.print("the planner's, fitted:", planned(rows)[0])
     heads = (1, 2, 4, 8)
     table = Table("device in use by dk and dv, by head and as shared", *(f"{n} key heads" for n in heads))
     for name, mask in masks().items():

@@ -26,7 +26,6 @@ from seqpar.planner.cost import (
     Layers,
     LayoutCounts,
     Ticks,
-    Weights,
     counted,
     counted_each,
     ticks_of_each,
@@ -40,6 +39,7 @@ from seqpar.planner.place import Documents, Knobs, Pieces, Placement, layout_of,
 from seqpar.planner.problem import STAGE_BYTES, Problem
 from seqpar.planner.shape import ModelShape
 from seqpar.planner.training import Training
+from seqpar.planner.weights import Weights
 
 TYPICAL_STAGE = 32 << 20  # bytes of a stage's keys, while documents are placed
 ALONE = Knobs(80, 40, 4, 0, 1)  # long documents on single ranks, no head trade
@@ -156,7 +156,7 @@ def choose(
     mask = layers[0][0]
     every, documents = layers_in(layers), len(mask.lengths)
     stage = launches_in(layers) * (w.forward.stage + w.backward.stage)
-    fetch = Fetching(every * w.key, every * w.query, stage, max(1, TYPICAL_STAGE // w.row_bytes))
+    fetch = Fetching(every * w.key, every * w.merge, stage, max(1, TYPICAL_STAGE // w.row_bytes))
     batch = Documents(mask.lengths, total, w.per_row + every * w.query, fetch)
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms, spare = [(batch, even)], bool((even != room).any())

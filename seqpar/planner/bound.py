@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
-from seqpar.planner.cost import LARGEST, Layers, Weights
+from seqpar.planner.cost import LARGEST, Layers
 from seqpar.planner.count import again, areas
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.shape import ModelShape
+from seqpar.planner.weights import Weights
 
 
 def document_ticks(layers: Layers, w: Weights) -> Ints:
@@ -96,7 +97,7 @@ def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> i
     links = (w.inside, w.across)
     row = w.key + sum(link.hop_key + link.hop_grad for link in links) + 2 * (w.inside.hop_enter + w.inside.hop_leave)
     stage = w.forward.stage + w.backward.stage + 2 * sum(link.latency for link in links)
-    merged = min(2 * rows, tokens) * w.query * stages
+    merged = min(2 * rows, tokens) * w.merge * stages
     ticks = 0 if w.recurrent is None else w.recurrent.most(tokens)
     for mask, count in layers:
         pieces = mask.breaks.size + 2 * len(mask.lengths) + 2

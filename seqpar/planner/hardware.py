@@ -4,10 +4,12 @@ One attention call on one rank takes
 
     steps * stage + pieces * piece + flops / rate * (area + query_pairs * query rows + key_pairs * key rows)     seconds
 
-``flops``: operations per attended pair, ``ModelShape.pair_flops`` in forward and 2.5 times that in backward.
-Steps are the plan's, one if nothing is fetched. A piece is a run of consecutive tokens of one document on the rank: a
-zigzag shard has two. Key rows are those that arrive from other ranks; the rank's own keys are as many as its queries,
-so ``query_pairs`` includes them. An exchange of ``b`` bytes, ``c`` of them with one peer, takes
+and for each query row that a step merges ``flops / rate * merge_pairs`` in forward, a third of the pairs in backward.
+``flops``: operations per attended pair, ``ModelShape.pair_flops`` in forward and 2.5 times that in backward. Steps are
+the plan's, one if nothing is fetched; a step merges the rows that see keys of other ranks, whose sums it reads and
+writes. A piece is a run of consecutive tokens of one document on the rank: a zigzag shard has two. Key rows are those
+that arrive from other ranks; the rank's own keys are as many as its queries, so ``query_pairs`` includes them. An
+exchange of ``b`` bytes, ``c`` of them with one peer, takes
 
     latency + max(b / bandwidth, c / hop)                                                                      seconds
 
@@ -29,7 +31,7 @@ _RATE, _SECONDS, _PAIRS = (1.0, 1e30), (0.0, 1e6), (0.0, 1e12)
 # Limits of figures: wide enough for any machine, and narrow enough to compute with.
 RANGES = {
     "rate": _RATE, "backward_rate": _RATE, "linear_rate": _RATE, "bandwidth": _RATE, "latency": _SECONDS,
-    "piece": _SECONDS, "stage": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS,
+    "piece": _SECONDS, "stage": _SECONDS, "query_pairs": _PAIRS, "key_pairs": _PAIRS, "merge_pairs": _PAIRS,
     "hidden": (0.0, 1.0), "hop": _RATE, "host": _RATE,
 }  # fmt: skip
 BACKWARD = 2.5  # forwards per backward of attention: five products instead of two
@@ -70,10 +72,10 @@ class Link:
 class AttentionCost:
     """Seconds of a rank's kernels, by the formula in the header of this file.
 
-    rate: asymptotic operations per second of forward, over attended pairs. backward_rate: the same for backward,
-    counted as 2.5 forwards. piece: seconds of one more piece of a document, in addition to its rows and pairs.
-    query_pairs, key_pairs: cost of a query row, and of a fetched key row, in pairs. stage: seconds of a step in
-    addition to its pieces: launch and merge.
+    rate, backward_rate: asymptotic operations per second over attended pairs; a backward counts as 2.5 forwards.
+    piece: seconds of one more piece of a document, in addition to its rows and pairs. query_pairs, key_pairs: cost of a
+    query row, and of a fetched key row, in pairs; merge_pairs: of a query row in each step that merges it, None for
+    ``query_pairs`` in every second step. stage: seconds of a step in addition to its pieces.
 
     Raises ValueError for a figure outside `RANGES`.
     """
@@ -84,10 +86,11 @@ class AttentionCost:
     query_pairs: float
     key_pairs: float
     stage: float
+    merge_pairs: float | None = None
 
     def __post_init__(self) -> None:
         """Check the figures."""
-        _check(self, "rate", "backward_rate", "piece", "query_pairs", "key_pairs", "stage")
+        _check(self, *(f.name for f in fields(self) if getattr(self, f.name) is not None or f.name != "merge_pairs"))
 
     def seconds(
         self,
@@ -100,7 +103,7 @@ class AttentionCost:
         steps: float = 1.0,
         backward: bool = False,
     ) -> float:
-        """Seconds of one call. flops: per pair of a forward, even if `backward`. keys: fetched rows."""
+        """Seconds of one call without merges. flops: per pair of a forward, even if `backward`. keys: fetched rows."""
         pairs = area + self.query_pairs * queries + self.key_pairs * keys
         rate = self.backward_rate / BACKWARD if backward else self.rate
         return steps * self.stage + pieces * self.piece + flops / rate * pairs
@@ -314,33 +317,34 @@ class _Rates(NamedTuple):
     kernel: str
     forward: float
     backward: float
+    rows: dict[str, Any]
     source: str
     assumed: str = _HOP
 
 
+# `bench.gpu.waves` fits all of these to the rows that are named, and is within 5 % of each.
+_TRITON_ROWS = {"piece": 0.0, "query_pairs": 448.0, "key_pairs": 264.0, "stage": 2.5e-6, "merge_pairs": 651.0}
 _TRITON = _Rates(
-    "triton", 518e12, 393e12,
-    "Triton's kernels as this project measured them on one H200, 518 forward and 393 backward (causal, 16,384 tokens, "
-    "16 heads, bf16; bench/results/gpu.jsonl)",
+    "triton", 523e12, 413e12, _TRITON_ROWS,
+    "Triton's kernels, rows apart, fitted to one H200 (bench/results/gpu.jsonl, bf16: slice accumulate; 16,384 tokens, "
+    "causal and full, 16 heads, in slices forward and backward)",
 )  # fmt: skip
 _FLASH3 = _Rates(
-    "flash3", 648e12, 561e12,
-    "FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6)",
+    "flash3", 648e12, 561e12, _FA2_ROWS,
+    f"FlashAttention-3, 648 forward and 561 backward (Shah et al. 2024, figures 5 and 6); {_ROWS_SOURCE}",
 )  # fmt: skip
 # NVIDIA's datasheets give both the same rate of dense bf16 products, 989 TFLOP/s
 _TRITON_ON_H100 = _TRITON._replace(assumed=f"Triton's rates, copied from an H200; {_HOP}")
 
 
 def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
+    attention = f"attention at head dim 128 at the rates of {rates.source}"
     return Hardware(
         name=name,
-        source=(
-            f"attention at head dim 128 at the rates of {rates.source}; {_ROWS_SOURCE}; {_MATMUL_SOURCE}; "
-            f"{_NVLINK4_SOURCE}; {_NDR_SOURCE}{note}"
-        ),
+        source="; ".join([attention, _MATMUL_SOURCE, _NVLINK4_SOURCE, _NDR_SOURCE + note]),
         kernel=rates.kernel,
         assumed=rates.assumed,
-        attention=AttentionCost(rate=rates.forward, backward_rate=rates.backward, **_FA2_ROWS),
+        attention=AttentionCost(rate=rates.forward, backward_rate=rates.backward, **rates.rows),
         linear_rate=_OF_FASTEST * 792.1e12,
         inside=_NVLINK4,
         across=Link(latency=_NVLINK4.latency, bandwidth=across),
@@ -429,9 +433,8 @@ def _cpu() -> Hardware:
     )
 
 
-# Of the GPUs' figures this project has measured the two rates of "h200" alone, which "h100" takes over; `seqpar
-# calibrate` measures the machine that it runs on. "-fast": the kernel that attention(accuracy="fast") takes, which
-# differs on Hopper alone.
+# Measured by this project: attention on "h200", which "h100" takes over; `seqpar calibrate` measures where it runs.
+# "-fast": the kernel that attention(accuracy="fast") takes, which differs on Hopper alone.
 PRESETS: dict[str, Callable[[], Hardware]] = {
     "h100": lambda: _hopper("h100", _TRITON_ON_H100),
     "h100-100g": lambda: _hopper(

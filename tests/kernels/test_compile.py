@@ -78,6 +78,8 @@ def test_attention_kernels_compile_for_every_generation(where) -> None:
             fits &= row.get("tensor_core_instructions", 0) > 0
         # Of a backward, and where keys end, a few registers may go to local memory; they are reported in bench/results.
         limit = 0 if row["direction"] == "forward" and not row["until"] else 96
+        if (row["generation"], row["direction"], row["dim"], row["v_dim"]) == (90, "dkdv", 128, 128):
+            limit = 120  # after its loops, where dk and dv are added to the present values
         if (row["generation"], row["dim"], row["accumulates"]) == (90, 256, True):
             limit = 512  # outside its loop
         fits &= row.get("spilled", 0) <= limit

@@ -58,7 +58,7 @@ def test_fetched_keys_of_a_further_band_are_merged_too() -> None:
     both = attention(mask, layout)[1]
     alone = W.pair * (found.near + found.far)[1] + W.query * 2048 + W.key * 319 + W.piece * found.pieces[1]
     launches = stage * 2 * 2  # two bands of the rank's own keys, and of the fetched ones
-    assert both == 3 * (launches + alone + W.query * found.merging[1])
+    assert both == 3 * (launches + alone + W.merge * found.merging[1])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.cases import examples
 VAST = dataclasses.replace(Hardware.preset("h100"), memory=1 << 50)
 # figures of no preset, so that the recorded plans outlive changes of presets
 FIXED = dataclasses.replace(
-    VAST, attention=dataclasses.replace(VAST.attention, rate=648e12, backward_rate=561e12),
+    VAST, attention=AttentionCost(648e12, 561e12, piece=0.0, query_pairs=559.0, key_pairs=282.0, stage=2e-5),
     inside=Link(latency=44e-6, bandwidth=367e9),
 )  # fmt: skip
 SMALL = dataclasses.replace(ModelShape.preset("llama-8b"), name="small", layers=2)
