@@ -144,7 +144,8 @@ def fit(
         if (guess := batch.guessed(at, names)) is not None:
             guesses.append((at, *guess))
     if not guesses:
-        raise ValueError(_refusal(batch, Machine(shape, machine, training, ranks), names))
+        at = Machine(shape, machine, training, ranks)
+        raise ValueError(_refusal(batch, at if batch.longest > at.longest(names) else at.of(2), names))
     least = min(seconds for _, seconds, _, _ in guesses)
     found = [
         batch.planned(at, mix, memory) for at, seconds, mix, memory in guesses if seconds <= least * (2 + tolerance)
@@ -186,7 +187,9 @@ def _rung(batch: Batch, at: Machine, name: str) -> LadderRow:
     mix = Mix(0, policy, policy, whole, at.training.state_on_host or name == "state-on-host")
     memory = at.memory(mix)
     longest = min(memory.rows * at.ranks, MOST)
-    if batch.longest > longest:
+    if batch.longest <= longest < batch.tokens:
+        memory = at.of(2).memory(mix)
+    if batch.longest > min(longest, memory.rows * at.ranks):
         return LadderRow(name, longest, -(-batch.longest // at.ranks), memory)
     planned = batch.planned(at, mix, memory)
     return LadderRow(name, longest, planned.rows, memory, planned.micro_batches, planned.seconds)

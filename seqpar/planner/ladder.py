@@ -43,6 +43,7 @@ RUNGS = {  # the policy of its layers, and whether all logits are in memory
 }  # fmt: skip
 HOST = ("offload", "state-on-host")  # rungs that take memory of the host
 MORE = 16  # micro-batches more than the fewest that are tried
+ROOMY = 1 << 50  # bytes
 ROOM = 1.02  # rows a rank for each of the mean, so that documents go into the fewest micro-batches
 
 
@@ -108,6 +109,11 @@ class Machine(NamedTuple):
     hardware: Hardware
     training: Training
     ranks: int
+
+    def of(self, micro_batches: int) -> Machine:
+        """The same with so many micro-batches; from the second on all gradients are in memory."""
+        several = self.training.accumulates or micro_batches > 1
+        return self._replace(training=replace(self.training, accumulates=several))
 
     def memory(self, mix: Mix) -> Memory:
         """The memory of a rank."""
@@ -216,7 +222,8 @@ class Batch:
     def _by_plans(self, ranks: int, rows: int, policy: str) -> tuple[int, float, int]:
         """Micro-batches, seconds and the most rows of a rank, of a step that is planned."""
         shape = replace(self.shape, recompute=policy)
-        parts = plan_step(self.lengths, ranks, model=shape, hardware=self.hardware, max_tokens_per_rank=rows)
+        roomy = replace(self.hardware, memory=ROOMY, reserve=0)  # the rows are what fits
+        parts = plan_step(self.lengths, ranks, model=shape, hardware=roomy, max_tokens_per_rank=rows)
         forecasts = [f for part in parts if isinstance(f := part.plan.forecast, Forecast)]
         return len(parts), sum(f.seconds for f in forecasts), max(int(f.rows.max()) for f in forecasts)
 
@@ -241,12 +248,14 @@ class Batch:
                 continue
             fewest = -(-self.tokens // (most * at.ranks))
             for parts in range(fewest, fewest + MORE):
-                rows = self.need(at.ranks, parts)
-                mix = _first(at, part, rows)
+                rows, of = self.need(at.ranks, parts), at.of(parts)
+                mix = _first(of, part, rows)
+                if (memory := of.memory(mix)).rows < -(-self.longest // at.ranks):
+                    continue
                 seconds = self.alone(mix) / at.ranks
                 seconds += self._waits(at, mix, seconds, parts, rows)
                 if best is None or seconds < best[0]:
-                    best = seconds, mix, at.memory(mix)
+                    best = seconds, mix, memory
                 if mix == part[0]:
                     break
         return best

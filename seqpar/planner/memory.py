@@ -216,7 +216,9 @@ def _moments(
     gathered = 0 if training.reshard is False else weight * layer
     # gradients are a part of the state that a layer's backward makes
     before = _share((training.state_bytes - summed) * shape.parameters, shards)
-    gradients = _share(summed * layer, shards)
+    step, gradients = before + _share(summed * shape.parameters, shards), _share(summed * layer, shards)
+    if training.accumulates:
+        before, gradients = step, 0
     held, kept = weight * root + stays, sum(run.layers * run.held for run in runs)
     if runs[-1].tiles:
         norm = DTYPE_BYTES[shape.dtype] * shape.hidden
@@ -244,7 +246,6 @@ def _moments(
             if start <= nth < start + run.layers:
                 moments.append(backward(name, nth, run, holds + (nth - start) * run.held))
         start, holds = start + run.layers, holds + run.layers * run.held
-    step = before + _share(summed * shape.parameters, shards)
     return [*moments, Moment("step", step, stays, 0, 0, 0)]
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -73,10 +75,14 @@ def plan_step(
     check_positions(needed)
     if micro_batches is not None:
         needed = max(needed, -(-int(tokens.sum()) // integer("micro_batches", micro_batches, 1)))
-    problem = Problem.of(
-        lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
-        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, training=training, at_once=needed,
+    of = partial(
+        Problem.of, lengths, ranks, masks=masks, model=model, hardware=hardware, node=node, token_slack=token_slack,
+        max_tokens_per_rank=max_tokens_per_rank, lockstep=lockstep, at_once=needed,
     )  # fmt: skip
+    problem = of(training=training)
+    several = (micro_batches or 1) > 1 or int(tokens.sum()) > problem.ranks * problem.most
+    if training is not None and several:
+        problem = of(training=replace(training, accumulates=True))
     capacity = min(problem.ranks * _most(problem), MOST)
     w = weights_for(problem.layers, problem.model, problem.hardware)
     ticks = document_ticks(problem.layers, w)

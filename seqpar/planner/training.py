@@ -18,7 +18,8 @@ class Training:
     gathers a layer's weights again in backward, False keeps them, and an integer keeps them sharded over that many
     ranks. fused_norms: whether norms keep no float32 copy of their input, as Liger's; transformers' own keep one.
     host_bytes: bytes of the host's memory that a rank may take. state_on_host: whether the state is kept there, as by
-    FSDP2's `CPUOffloadPolicy`.
+    FSDP2's `CPUOffloadPolicy`. accumulates: whether gradients of another micro-batch are there already; `fit` and
+    `plan_step` set it for several micro-batches.
 
     Raises: ValueError for values out of range.
     """
@@ -31,6 +32,7 @@ class Training:
     fused_norms: bool = False
     host_bytes: int = 0
     state_on_host: bool = False
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -39,7 +41,7 @@ class Training:
                 raise ValueError(
                     f"Training {name} must be one of {', '.join(DTYPE_BYTES)}, got {getattr(self, name)!r}"
                 )
-        for name in ("fused_norms", "state_on_host"):
+        for name in ("fused_norms", "state_on_host", "accumulates"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"Training {name} must be True or False, got {getattr(self, name)!r:.60}")
         integer("Training state_bytes", self.state_bytes, DTYPE_BYTES[self.reductions])

@@ -157,3 +157,14 @@ def test_the_kinds_of_bytes_add_up(rows: int) -> None:
 def test_a_training_that_is_not_one_is_refused(make: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_gradients_of_another_micro_batch_are_there_from_the_start() -> None:
+    machine = Hardware.preset("h100")
+    one, several = (Memory.of(SHAPE, machine, 2 * STAGE, Training(accumulates=a), 8) for a in (False, True))
+    gradients = 4 * SHAPE.parameters // 8
+    for moment, more in zip(one.moments, several.moments):
+        assert moment.state <= more.state <= moment.state + gradients
+    assert all(0 <= several.state - m.state <= 1 for m in several.moments)
+    parts = plan_step([one.rows * 4] * 4, 8, model=SHAPE, training=Training())
+    assert len(parts) > 2 and all(part.plan.forecast.memory.rows == several.rows for part in parts)
