@@ -17,7 +17,7 @@ Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Expanding(Kernel):
     dw_k: Tensor | None = None
     dw_v: Tensor | None = None
     keeps_top: bool = True
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # reused by all blocks and steps of a direction
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -63,13 +64,15 @@ class Expanding(Kernel):
         """Add the gradients of one buffer's latents and rotated parts, and those of the weights."""
         for heads in self._blocks(x, grads.dk.dtype):
             expanded = self._expanded(x, heads)
-            dk, dv = (_by_head(y, y.shape[1], y.shape[2], grads.dk.dtype).zero_() for y in (expanded.k, expanded.v))
+            dk, dv = (
+                self._buffer(name, y, y.shape[1], y.shape[2], grads.dk.dtype).zero_()
+                for name, y in (("dk", expanded.k), ("dv", expanded.v))
+            )
             own = Grads(
                 grads.dout[:, heads], grads.lse[heads], grads.delta[heads], _some(grads.out, heads), grads.dq[:, heads],
                 dk.transpose(0, 1), dv.transpose(0, 1),
             )  # fmt: skip
             self.inner.backward(expanded, own)
-            del expanded
             self._give_back(x, heads, dk, dv, grads)
 
     def _blocks(self, x: Operands, dtype: torch.dtype) -> Iterator[slice]:
@@ -89,13 +92,22 @@ class Expanding(Kernel):
         which, latents, rotated = self._weights(x, heads), x.k[:, 0], x.v[:, 0]
         w_k, w_v = self.w_k[which], self.w_v[which]
         h, n, _ = w_k.shape
-        keys = _by_head(x.k, h, n + rotated.shape[1], x.k.dtype)
-        values = _by_head(x.k, h, w_v.shape[1], x.k.dtype)
+        keys = self._buffer("k", x.k, h, n + rotated.shape[1], x.k.dtype)
+        values = self._buffer("v", x.k, h, w_v.shape[1], x.k.dtype)
         _expand(latents, w_k, keys[..., :n])
         _expand(latents, w_v, values)
         keys[..., n:] = rotated
         score = replace(x.score, first_head=which.start)
         return Operands(x.q[:, heads], keys.transpose(0, 1), values.transpose(0, 1), x.facts, score)
+
+    def _buffer(self, name: str, like: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Memory [heads, N, dim] for the rows of a buffer, which the next block overwrites."""
+        count, memory = heads * like.shape[0] * dim, self.buffers.pop(name, None)
+        if memory is None or memory.numel() < count:
+            memory = None  # the smaller one is freed first
+            memory = like.new_empty(count, dtype=dtype)
+        self.buffers[name] = memory
+        return memory[:count].view(heads, like.shape[0], dim)
 
     def _give_back(self, x: Operands, heads: slice, dk: Tensor, dv: Tensor, grads: Grads) -> None:
         """Add what follows from the gradients of some heads' keys and values [h, N, ...]."""
@@ -120,11 +132,6 @@ def _expand(latents: Tensor, weights: Tensor, out: Tensor) -> None:
         return
     for w, of_head in zip(weights, out, strict=True):  # which the CPU computes faster in bf16 than one product of all
         torch.mm(latents, w.t(), out=of_head)
-
-
-def _by_head(like: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Memory [heads, N, dim] for the rows of a buffer."""
-    return like.new_empty(heads, like.shape[0], dim, dtype=dtype)
 
 
 def _some(x: Tensor | None, heads: slice) -> Tensor | None:
