@@ -107,7 +107,10 @@ ORDER = {
     "nn": "source attention multihead __init__",
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
-    "trial": "randomness weights protect identity nested rows record compare runs modules alone __init__",
+    "trial": """
+        randomness weights protect identity nested segments rows readings record compare blocks runs modules alone
+        __init__
+    """,
     "integrations": """
         adapters hf hf/config hf/latents
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
@@ -118,8 +121,7 @@ ORDER = {
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
         hf/own_configs hf/guard hf/request hf/outputs hf/reading hf/handle hf/model hf/vision
-        diffusers/tokens diffusers/forward diffusers/wrappers
-        diffusers/recipe diffusers/recipes diffusers/model diffusers
+        rows diffusers/attend diffusers/forward diffusers/blocks diffusers/model diffusers
         parallelize transformers __init__
     """,
     "kernels": """

@@ -20,6 +20,7 @@ HARMLESS = (
     "PeftInputAutocastDisableHook",
 )  # fmt: skip
 SKIPPING = ("TransformerBlockSkipHook", "FeedForwardSkipHook")  # leave out a module, or drop some of its numbers
+OF_BLOCKS = ("FBCHeadBlockHook", "FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook")  # of caches, around blocks
 CACHING = ("PyramidAttentionBroadcastHook",)  # return a module's earlier output, whatever the rows are
 
 

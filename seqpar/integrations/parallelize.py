@@ -30,14 +30,15 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
 
         kind of model         plan                                        called for   by default
         transformers          (lengths, ranks) -> Plan                    every batch  plan_batch of its shape
-        diffusers, by tokens  (mask, layout) -> Plan                      new sizes    seqpar.Plan
+        diffusers, or blocks= (mask, layout) -> Plan                      new sizes    seqpar.Plan
         by stages             (stages, dims, ranks, *, end, training)     new shapes   seqpar.dsp.plan_stages
                                                            -> StagePlan
         sdpa=True             a Plan, of every forward                    -            seqpar.parallel's around it
 
     sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention; it takes this rank's rows.
     Planned by stages are the models of diffusers for which `seqpar.dsp` has a spec (Latte), and any model with
-    ``spec=``. Other options depend on the kind of model: see `seqpar.integrations.hf.model.ParallelTransformer`,
+    ``spec=``. Any module with lists of blocks is computed as those of diffusers with ``blocks=``. Other options depend
+    on the kind of model: see `seqpar.integrations.hf.model.ParallelTransformer`,
     `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming the part of the model that several ranks cannot compute; ValueError on every rank
@@ -50,7 +51,8 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         model = unwrapped(model)
     if plan is not None:
         options["plan"] = plan
-    make, name = _parallelize_of(model, sdpa, staged="spec" in options), type(model).__name__
+    make = _parallelize_of(model, sdpa, staged="spec" in options, blocks="blocks" in options)
+    name = type(model).__name__
     try:
         if sdpa and "average_over" in options:
             raise TypeError(
@@ -67,7 +69,7 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
     return make(model, comm, **options)
 
 
-def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[..., ParallelModel]:
+def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool, blocks: bool) -> Callable[..., ParallelModel]:
     """The `parallelize` of this kind of model; nothing of other kinds is imported.
 
     Raises: NotImplementedError for any other model.
@@ -76,6 +78,10 @@ def _parallelize_of(model: nn.Module, sdpa: bool, staged: bool) -> Callable[...,
         from seqpar.integrations.sdpa import parallelize as of_sdpa
 
         return of_sdpa
+    if blocks and not staged:
+        from seqpar.integrations.diffusers import parallelize as by_blocks
+
+        return by_blocks
     if staged or (is_of(model, "diffusers", "ModelMixin") and _has_spec(model)):
         from seqpar.dsp import parallelize as by_stages
 

@@ -50,7 +50,7 @@ names = PrivateNames(
         "torch.nn.modules.module": "_has_any_global_hook",
         "torch.nn.modules.pooling": "_AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _MaxPoolNd",
         "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack is_traceable_wrapper_subclass",
-        "torch.utils._pytree": "tree_leaves tree_map tree_map_only",
+        "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     },
 )  # fmt: skip
 __getattr__ = names.__getattr__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,15 +35,21 @@ _DRAWING: dict[Any, float | None] = {
 }  # fmt: skip
 
 
+_MAY_DRAW = _DROPPING | _ALSO_DROPPING | _OF_TORCH | _DRAWING.keys()
+_signature = lru_cache(inspect.signature)
+
+
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call of torch draws random numbers."""
+    if func not in _MAY_DRAW:
+        return False
     if func in _OF_TORCH:
         p, train = (kwargs.get(name, args[n] if len(args) > n else 0) for n, name in ((1, "p"), (2, "train")))
         return bool(p and train)
     if func is F.scaled_dot_product_attention:  # it has no signature
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if func in _DROPPING or func in _ALSO_DROPPING:
-        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         named = bound.arguments
         return bool(named["training"] and named.get("p", named.get("dropout_p", 1.0)))

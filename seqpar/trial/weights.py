@@ -55,8 +55,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 @contextmanager
-def drawn(model: nn.Module) -> Iterator[None]:
+def drawn(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """A context in which a model has random weights, and computes in 32 bits or its own 64.
+
+    device: of the weights, by default their own; given, those that are put away are drawn too.
 
     A quantised model keeps its dtypes, since its products take no other inputs, and draws only what is not quantised.
     """
@@ -68,9 +70,9 @@ def drawn(model: nn.Module) -> Iterator[None]:
         stack.enter_context(exact_products())
         for kind in KINDS:
             stack.enter_context(no_autocast(kind))
-        stack.enter_context(_drawn(outside, numbers, widens))
+        stack.enter_context(_drawn(outside, numbers, widens, device))
         for layer in dict.fromkeys(layers):
-            stack.enter_context(_drawn_in_calls(layer, numbers, widens))
+            stack.enter_context(_drawn_in_calls(layer, numbers, widens, device))
         yield
 
 
@@ -121,13 +123,15 @@ def _divide(module: nn.Module, outside: list[nn.Module], layers: list[nn.Module]
 
 
 @contextmanager
-def _drawn_in_calls(layer: nn.Module, numbers: dict[int, int], widens: bool) -> Iterator[None]:
+def _drawn_in_calls(
+    layer: nn.Module, numbers: dict[int, int], widens: bool, device: torch.device | None
+) -> Iterator[None]:  # fmt: skip
     """A context in which a layer and its parts have random weights while it is called."""
     with ExitStack() as stack:
         called = stack.enter_context(ExitStack())
 
         def before(*_: Any) -> None:
-            called.enter_context(_drawn(layer.modules(), numbers, widens))
+            called.enter_context(_drawn(layer.modules(), numbers, widens, device))
 
         def after(*_: Any) -> None:
             called.close()
@@ -138,7 +142,9 @@ def _drawn_in_calls(layer: nn.Module, numbers: dict[int, int], widens: bool) -> 
 
 
 @contextmanager
-def _drawn(modules: Iterable[nn.Module], numbers: dict[int, int], widens: bool) -> Iterator[None]:
+def _drawn(
+    modules: Iterable[nn.Module], numbers: dict[int, int], widens: bool, device: torch.device | None
+) -> Iterator[None]:  # fmt: skip
     """A context in which modules have random weights, tied ones the same, and buffers of 16 bits have 32.
 
     numbers: of the model's parameters, by id, which seed what is drawn.
@@ -148,10 +154,11 @@ def _drawn(modules: Iterable[nn.Module], numbers: dict[int, int], widens: bool) 
     def other(x: Tensor | None) -> Tensor | None:
         if x is None or id(x) in others:
             return x if x is None else others[id(x)]
-        if id(x) in numbers and is_plain(x):
-            others[id(x)] = nn.Parameter(_values(x, numbers[id(x)], widens), requires_grad=False)
+        if id(x) in numbers and (is_plain(x) or (device is not None and x.is_meta)):
+            values = _values(x, numbers[id(x)], widens, device or x.device)
+            others[id(x)] = nn.Parameter(values, requires_grad=False)
         elif widens and id(x) not in numbers:
-            others[id(x)] = widened(x)
+            others[id(x)] = widened(x).to(device or x.device)
         return others.get(id(x), x)
 
     with ExitStack() as stack:
@@ -166,12 +173,12 @@ def _drawn(modules: Iterable[nn.Module], numbers: dict[int, int], widens: bool) 
         yield
 
 
-def _values(x: Tensor, number: int, widens: bool) -> Tensor:
+def _values(x: Tensor, number: int, widens: bool, device: torch.device) -> Tensor:
     """Random weights in place of a parameter.
 
     A vector may have to be positive; a matrix should preserve the size of its input.
     """
-    numbers, first = _numbers(x.device), 7919 * number % NUMBERS
+    numbers, first = _numbers(device), 7919 * number % NUMBERS
     if (end := first + x.numel()) > NUMBERS:
         numbers = numbers.repeat(-(-end // NUMBERS))
     values = numbers[first:end].view(x.shape)

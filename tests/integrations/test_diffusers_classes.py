@@ -17,7 +17,7 @@ HERE = [name for name in TABLE if name in classes()]  # an older release has few
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", HERE)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 def test_a_class_is_exact_or_refused_by_name(name: str, setting: Setting) -> None:
     found = verdict(partial(made, name), setting)
     assert found.startswith(FIT), found

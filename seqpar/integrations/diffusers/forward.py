@@ -1,42 +1,76 @@
-"""A forward in progress: attention under the plan of its sizes, and this rank's rows of whole tensors."""
+"""A forward in progress: attention inside blocks goes to the plan, everything else is whole or row by row."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from seqpar.comm.entry import uncompiled
-from seqpar.integrations.diffusers.tokens import Sharing, Streams, TokenCounts
-from seqpar.integrations.sdpa.reroute import Rerouting
-from seqpar.ops.core.regions import run_again_inside
+from seqpar.integrations.diffusers.attend import Sharing, attend
+from seqpar.integrations.rows import RankRows, local, rows_of
+from seqpar.integrations.sdpa.fused import attends, in_flex_attention
+from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.regions import known_regions, run_again_inside, under_way
 from seqpar.private import torch as torch_private
+from seqpar.private.torch import tree_map_only
+from seqpar.trial.blocks import READS, Finding, value_of
 from seqpar.trial.randomness import draws
+from seqpar.trial.segments import RowPlace, held
 
 
-class SharedForward(Rerouting):
+class OtherValues(BaseException):
+    """A block reads other values than in its trial. No code of a model catches it."""
+
+
+class BlockCall:
+    """A block that runs on this rank's rows. calls, reads: of attention, and of values of tensors, so far."""
+
+    def __init__(self, name: str, finding: Finding, calls: int = 0, reads: int = 0) -> None:
+        self.name, self.finding, self.calls, self.reads = name, finding, calls, reads
+
+    def read(self, value: Any) -> Any:
+        """A value that the block reads. Raises: OtherValues."""
+        if self.reads >= len(self.finding.reads) or self.finding.reads[self.reads] != value_of(value):
+            raise OtherValues
+        self.reads += 1
+        return value
+
+    def check_over(self) -> None:
+        """Raise NotImplementedError if a block called attention less often than in its trial."""
+        if self.calls != len(self.finding.attends):
+            raise self.differs(f"calls attention {self.calls} times")
+
+    def differs(self, how: str) -> NotImplementedError:
+        """The error for a block that does something else than in its trial."""
+        return NotImplementedError(
+            f"diffusers: {self.name} {how}, and in its trial it called it {len(self.finding.attends)} times, "
+            f"on rows {[each[:2] for each in self.finding.attends]!r:.300}; give whole= the name of its list"
+        )
+
+
+class SharedForward(TorchFunctionMode):
     """A forward in progress, or a checkpoint's recomputation of it.
 
-    model: the handle's, or a copy of it. whole: the arguments of the forward. masked: whether the model makes a mask
-    of its rows, which the plan replaces.
+    model: the handle's, or a copy of it. block: the one that runs. cuts: how often a whole tensor was cut, or used by
+    rows. kinds: what each block runs, by its name. tries: whether a block is tried. given: the places of the first
+    block's arguments in a recomputation. attended: whether any attention was called.
     """
 
     def __init__(
-        self, model: nn.Module, sharing: Sharing, sizes: TokenCounts, joint: Streams, *,
-        whole: Mapping[str, Any] = MappingProxyType({}), masked: bool = False, again: bool = False,
+        self, model: nn.Module, sharing: Sharing, kinds: Mapping[str, int], block: BlockCall | None = None,
+        given: Sequence[RowPlace | None] = (),
     ) -> None:  # fmt: skip
-        # its recipe knows the model: no trial
-        super().__init__(
-            sharing.plan(sizes, joint, joint), sharing.comm, lambda query, key: self.cross > 0, None, sharing.numerics,
-            again=again, tries=False,
-        )  # fmt: skip
-        self.model, self.sharing, self.sizes, self.whole, self.masked = model, sharing, sizes, whole, masked
-        self.joint, self.over, self.cross = joint, (joint, joint), 0
+        super().__init__()
+        self.model, self.sharing, self.comm, self.kinds, self.block = model, sharing, sharing.comm, kinds, block
+        self.cuts, self.outside, self.tries, self.given = 0, under_way(), False, given
+        self.attended = False
 
     def __enter__(self) -> SharedForward:
         super().__enter__()
@@ -46,109 +80,74 @@ class SharedForward(Rerouting):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _forwards().pop()
         super().__exit__(kind, error, trace)
+        if isinstance(error, Exception) and in_flex_attention(trace):
+            self.refuse("flex_attention is not rerouted; call F.scaled_dot_product_attention")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws(func, args, kwargs or {}):
-            self._refuse_draw(func.__name__)
-        return super().__torch_function__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if self.tries:
+            return func(*args, **kwargs)
+        if draws(func, args, kwargs):
+            self.refuse(f"{func.__name__} in a forward would draw other random numbers on each rank than in one "
+                         "process; draw them before the forward, or do without")  # fmt: skip
+        self.attended |= func is F.scaled_dot_product_attention
+        if self.block is not None:
+            if func in READS:
+                return self.block.read(func(*args, **kwargs))
+            if func is F.scaled_dot_product_attention:
+                return self._attend(*args, **kwargs)
+            if attends(func):
+                self.refuse(f"{func} in {self.block.name} is not rerouted; call F.scaled_dot_product_attention")
+        return func(*args, **kwargs)
 
     @uncompiled
-    def _refuse_draw(self, name: str) -> None:
-        with torch_private.DisableTorchFunction(), self._refusals():
-            raise NotImplementedError(
-                f"diffusers: {name} in a forward would draw other random numbers on each rank than in one process; "
-                "draw them before the forward, or do without"
-            )
-
-    def _again(self, first: int) -> Callable[[], AbstractContextManager[None]]:  # type: ignore[override]
-        return self._recomputing
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        handle = self.sharing.handle
-        parallel = handle.reactivated() if self.model is handle.model else nullcontext()
-        again = SharedForward(
-            self.model, self.sharing, self.sizes, self.joint, whole=self.whole, masked=self.masked, again=True
-        )
-        with parallel, again:
-            yield
-
-    @contextmanager
-    def attending(self, queries: Streams, keys: Streams) -> Iterator[None]:
-        """Inside, attention is from this rank's tokens of some streams to all ranks' tokens of some."""
-        before = self.plan, self.over
-        self.plan, self.over = self.sharing.plan(self.sizes, queries, keys), (queries, keys)
-        try:
-            yield
-        finally:
-            self.plan, self.over = before
-
-    @contextmanager
-    def staying(self) -> Iterator[None]:
-        """Inside, attention is over tensors that every rank has whole, and sends nothing."""
-        self._stay_again()
-        self.cross += 1
-        try:
-            yield
-        finally:
-            self.cross -= 1
+    def refuse(self, told: str) -> None:
+        """Raise NotImplementedError on every rank."""
+        with torch_private.DisableTorchFunction(), errors_on_all_ranks("diffusers", self.comm):
+            raise NotImplementedError(f"diffusers: {told}")
 
     @uncompiled
-    def _stay_again(self) -> None:
-        with self._refusals():
-            run_again_inside(self._again(self.calls), self, self.outside)
-
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None, samples: int = 1,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        kept = [self.sharing.kept(self.sizes, streams) for streams in self.over]
-        if any(flags is not None and len(flags) != len(x) for flags, x in zip(kept, (q, k))):
-            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale, samples)
-        at, keys = (None if flags is None else flags.nonzero()[:, 0].to(q.device) for flags in kept)
-        if keys is not None:
-            k, v = k[keys], v[keys]
-        if at is None:
-            return super()._attend(q, k, v, mask, dropout_p, is_causal, scale, samples if keys is None else 1)
-        out = super()._attend(q[at], k, v, mask, dropout_p, is_causal, scale)
-        return out.new_zeros(len(q), *out.shape[1:]).index_copy(0, at, out)
+        """`F.scaled_dot_product_attention`, with its signature."""
+        with torch_private.DisableTorchFunction():
+            block: Any = self.block
+            with errors_on_all_ranks("diffusers", self.comm):
+                if block.calls >= len(block.finding.attends):
+                    raise block.differs("calls attention once more")
+                attended = block.finding.attends[block.calls]
+                rank, size = self.comm.rank, self.comm.size
+                rows = [held(some, rank, size) for some in attended[:2]]
+                if [query.shape[-2], key.shape[-2]] != rows or (attn_mask is None) != (attended.mask is None):
+                    how = f"attends from {query.shape[-2]} rows to {key.shape[-2]}, mask {attn_mask is not None}"
+                    raise block.differs(f"{how}, expected {rows}")
+                self.run_again(BlockCall(block.name, block.finding, block.calls, block.reads))
+            block.calls += 1
+            return attend(
+                self.sharing, self, attended, query, key, value, attn_mask, is_causal, scale, enable_gqa
+            )  # fmt: skip
 
-    def _scaled_dot_product(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
-    ) -> Tensor:
-        with self._refusals():
-            if attn_mask is not None and not self.masked:
-                raise NotImplementedError(f"diffusers: attention was given a mask of its own, {list(attn_mask.shape)}")
-        return super()._scaled_dot_product(query, key, value, None, *rest, **named)
+    def rows_among(self, flat: list[Any]) -> list[Any]:
+        """A block's arguments; those that were rows in the forward, and that a reentrant checkpoint saved, as such."""
+        given, self.given = self.given or [None] * len(flat), ()
+        return [rows_of(x, at, self) if type(x) is Tensor and at is not None else x for x, at in zip(flat, given)]
 
-    def _compare_keys(self, k: Tensor) -> None:
-        """Nothing: the recipe knows which keys are shares."""
+    def run_again(self, block: BlockCall | None, given: Sequence[RowPlace | None] = ()) -> None:
+        """Make checkpoints around the caller recompute inside a forward like this one, at this place of a block."""
 
-    def _check_meaning(self, is_causal: bool) -> None:
-        if is_causal:
-            raise NotImplementedError("diffusers: causal attention is not supported")
+        @contextmanager
+        def again() -> Iterator[None]:
+            handle = self.sharing.handle
+            parallel = handle.reactivated() if self.model is handle.model else nullcontext()
+            with parallel, SharedForward(self.model, self.sharing, self.kinds, block, given):
+                yield
 
-    def rows(self, x: Tensor, dim: int, *streams: str) -> Tensor:
-        """This rank's rows of a whole tensor, stream after stream; one unused row for a stream without rows.
-
-        Models expect some.
-        """
-        counts = self.sizes.of(streams)
-        if x.shape[dim] != sum(counts):
-            raise ValueError(
-                f"diffusers: {list(x.shape)} at dim {dim}, expected {sum(counts)} tokens of the {' and '.join(streams)}"
-            )
-        parts = [self.sharing.part(count, self.comm.rank) for count in counts]
-        own = [
-            whole.narrow(dim, part.start, len(part)) if part or not count else whole.narrow(dim, 0, 1)
-            for whole, part, count in zip(x.split(counts, dim), parts, counts)
-        ]
-        return own[0] if len(own) == 1 else torch.cat(own, dim)
-
-    def held(self, stream: str) -> int:
-        """How many rows of a stream this rank has in each sample, an unused one included."""
-        (count,) = self.sizes.of((stream,))
-        return len(self.sharing.part(count, self.comm.rank)) or min(count, 1)
+        run_again_inside(again, self, self.outside)
+        for region in known_regions():  # a reentrant one compares shapes with those of gradients
+            if region not in self.outside:
+                region.returned = partial(tree_map_only, RankRows, local)
 
 
 _local = threading.local()

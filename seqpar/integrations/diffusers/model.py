@@ -1,24 +1,22 @@
-"""Transformers of diffusers under a plan: pipelines call them as before, and each rank computes its share of tokens.
+"""Diffusion transformers under a plan: pipelines call them as before, and each rank computes its share of tokens.
 
-A pipeline's inputs are whole on every rank, and so are the outputs. In between a rank has an equal part of the tokens
-of the image or video and, if text takes part in joint attention, of the text::
+A pipeline's inputs are whole on every rank, and so are the outputs. Outside of the lists of blocks every rank computes
+the same. At the first block of a list arguments with tokens are cut to this rank's rows, and what works row by row
+stays there (`seqpar.integrations.rows`); which arguments these are, and the order of the tokens in each attention, a
+trial of the block finds (`seqpar.trial.blocks`)::
 
-    whole inputs -> this rank's rows -> blocks, joint attention under a plan -> proj_out -> gather -> whole output
-                                          cross attention over the whole text stays on its rank
+    whole inputs -> embeddings -> this rank's rows -> blocks, attention under a plan -> norm, projection -> gather
 
-Joint attention is full, so its tokens may be numbered freely: a sample's valid text, its image, its masked text. The
-keys that are seen are then one interval, whatever the text mask.
-
-**Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process. Each rank
-takes its rows of that gradient; the gradients of parameters and inputs are shares, whose sum over ranks
+**Gradients.** Every rank computes the same loss from the whole output, with the gradient of one process, of which each
+rank passes on an equal share. The gradients of parameters and inputs are shares then, whose sum over ranks
 (`seqpar.train.sync_gradients`) is that of one process. Ranks compare the inputs, the output's gradient, and weights
 that no step of an optimizer wrote: different noise on different ranks would go unnoticed otherwise.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -27,98 +25,113 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
-from seqpar.dsp.specs import SPECS
 from seqpar.facts.value import integer
 from seqpar.foreign import name_of
-from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready
+from seqpar.foreign.hooks import OF_BLOCKS, Named, check_hooks
+from seqpar.foreign.wrap import ParallelModel, check_makes_plans, is_surrounded, refuse_unready, replaced
+from seqpar.integrations.diffusers.attend import MakePlan, Sharing
+from seqpar.integrations.diffusers.blocks import blocks_of, kinds_of, run_block, run_whole
 from seqpar.integrations.diffusers.forward import SharedForward
-from seqpar.integrations.diffusers.recipe import ModelRecipe, check_alone
-from seqpar.integrations.diffusers.recipes import RECIPES
-from seqpar.integrations.diffusers.tokens import MakePlan, Sharing, TokenCounts
+from seqpar.integrations.rows import whole as whole_of
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
-from seqpar.ops.core.compared import hashed, leaves
+from seqpar.ops.core.agreement import gathering
+from seqpar.ops.core.compared import check_gradient, hashed, leaves
 from seqpar.ops.core.regions import known_regions
 from seqpar.plan import Plan
+from seqpar.private.diffusers import BACKENDS, backend_of, chunk_dim, chunk_size, parallel_config
+from seqpar.private.torch import tree_map_only, uncompiled_calls
 from seqpar.train.checks import StepChecks
+from seqpar.trial.randomness import active_dropout
 
 AVERAGE = "average_over"  # a fact of a forward
 
 
 def parallelize(
-    model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, average_over: int = 1, accuracy: Accuracy = "exact",
-    deterministic: bool = True,
+    model: nn.Module, comm: Comm, *, plan: MakePlan = Plan, blocks: tuple[str, ...] | None = None,
+    whole: tuple[str, ...] = (), average_over: int = 1, accuracy: Accuracy = "exact", deterministic: bool = True,
 ) -> ParallelModel:  # fmt: skip
-    """Share the tokens of every forward of a diffusers transformer among the ranks; returns a handle with ``undo()``.
+    """Share the tokens of every forward of a diffusion transformer among the ranks; returns a handle with ``undo()``.
 
-    model: one of `RECIPES`. Calls stay as they are, with keywords for all but the first argument: all ranks pass the
-    same whole tensors, of any size, and get the whole output. plan: ``(mask, layout) -> Plan``, such as
+    model: whose lists of blocks mix tokens by PyTorch's scaled_dot_product_attention alone, such as most transformers
+    of diffusers. Calls stay as they are: all ranks pass the same whole tensors, of any size, and get the whole output.
+    blocks: names of the lists whose blocks get a rank's rows, such as ``("transformer_blocks",)``; by default the
+    outermost ones. whole: names of lists that every rank computes whole. plan: ``(mask, layout) -> Plan``, such as
     ``functools.partial(seqpar.Plan, ulysses=2)``. accuracy, deterministic: as in `seqpar.attention`. Every rank
     computes the same loss; gradients are shares, to be summed by `seqpar.train.sync_gradients`, or to be averaged by a
     wrapper over ``average_over`` ranks, for which the model multiplies them by ``average_over``. Checkpointing works
     wherever backward runs. State dict, processors and hooks stay as they are; a copy of the model is parallelized too.
 
-    Raises: NotImplementedError, with its name, for another model, an attention processor or backend that is not the
-    default, a model under diffusers' own parallelism or cache, and arguments that cannot be shared, such as controlnet
-    residuals; TypeError for a plan that is not a function; ValueError on every rank if inputs, gradients or weights
-    differ between ranks.
+    A block is tried before it first gets arguments of new shapes: a few rows, at most 16 times.
+
+    Raises: ValueError for names of no list; TypeError for a plan that is not a function. From a forward:
+    NotImplementedError for a block that mixes tokens otherwise, with its name and the reason, for an attention backend
+    that is not PyTorch's, and for a model under diffusers' own parallelism; ValueError on every rank if inputs,
+    gradients or weights differ between ranks.
     """
-    recipe = RECIPES.get(name_of(model))
-    if recipe is None:
-        raise NotImplementedError(_unknown(name_of(model)))
     check_makes_plans(model, plan, "(mask, layout)")
-    if any(queries != keys for queries, keys in recipe.attends.values()):
-        _check_takes_key_layout(model, plan)
     numerics = Numerics.checked(accuracy, deterministic)
     average_over = integer("average_over", average_over, 1)
-    named = list(model.named_modules())
-    check_alone(named)
+    parts = list(blocks_of(model, blocks, whole))
+    if not any(shared for *_, shared in parts):
+        raise NotImplementedError(
+            f"diffusers: {name_of(model)} has no list of blocks (an nn.ModuleList) whose tokens could be shared; "
+            "if its arguments are rows of tokens and their positions, and only attention mixes rows, shard them "
+            "yourself and call it inside `seqpar.sdpa`"
+        )
+    _check(list(model.named_modules()))
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(model, partial(_forward, recipe, Sharing(handle, comm, plan, numerics, average_over)))
-    for name, wrapper in recipe.surrounding(named).items():
-        handle.put_around(model.get_submodule(name), wrapper)
+    handle.put_around(
+        model, partial(_forward, Sharing(handle, comm, plan, numerics, average_over, [name for name, *_ in parts]))
+    )
+    for name, block, shared in parts:
+        handle.put_around(block, partial(run_block if shared else run_whole, name))
     return handle
 
 
-def _check_takes_key_layout(model: nn.Module, plan: Callable[..., Any]) -> None:
-    """Raise TypeError for a ``plan=`` that does not take ``kv_layout``."""
-    try:
-        inspect.signature(plan).bind(None, None, kv_layout=None)
-    except TypeError as error:
-        raise TypeError(
-            f"parallelize({name_of(model)}, plan=): {error}, but some of its attention is from tokens of video to "
-            "those of audio and back; give a function of (mask, layout, *, kv_layout=)"
-        ) from None
-
-
-def _unknown(name: str) -> str:
-    if name in SPECS:
-        return f"diffusers: {name} is parallel by stages; call seqpar.dsp.parallelize(model, comm)"
-    return (
-        f"diffusers: {name} is not one of {', '.join([*RECIPES, *SPECS])}; if its arguments are rows of tokens and "
-        "their positions, and only attention mixes rows, shard them yourself and call it inside `seqpar.sdpa`"
-    )
-
-
-def _forward(
-    recipe: ModelRecipe, sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any
-) -> Any:
-    """The model's forward: compare all ranks' inputs, share them out, run."""
-    arguments, sizes = _compared(recipe, sharing, model, args, arguments)
-    with SharedForward(model, sharing, sizes, recipe.joint, whole=dict(arguments), masked=recipe.masks) as run:
-        for name, (dim, stream) in recipe.shared.items():
-            if arguments.get(name) is not None:
-                arguments[name] = run.rows(arguments[name], dim, stream)
-        arguments.update(recipe.change(run, arguments))
-        return forward(**arguments)
-
-
 @uncompiled
-def _compared(
-    recipe: ModelRecipe, sharing: Sharing, model: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]
-) -> tuple[dict[str, Any], TokenCounts]:
-    """The arguments by name, which all ranks have alike, and their numbers of tokens."""
+def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
+    """The model's forward: compare all ranks' inputs, run, gather the outputs."""
+    named = list(model.named_modules())
+    _compare(sharing, named, args, arguments)
+    with ExitStack() as stack:
+        for _, module in named:  # a compiler would trace what a rank does with messages
+            for name, plain in uncompiled_calls(module):
+                stack.enter_context(replaced(module, {name: plain}))
+        run = stack.enter_context(SharedForward(model, sharing, kinds_of(named, sharing.blocks)))
+        out = forward(*args, **arguments)
+        if not run.attended:
+            run.refuse(
+                f"{name_of(model)} calls no F.scaled_dot_product_attention, so every rank would compute all of it"
+            )
+        return _gathered(sharing, out)
+
+
+def _gathered(sharing: Sharing, out: Any) -> Any:
+    """The whole outputs, whose gradients are compared and shared out."""
+
+    def gathered(x: Tensor) -> Tensor:
+        x = whole_of(x)
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(partial(_gradient_of_output, sharing))
+        return x
+
+    return tree_map_only(Tensor, gathered, out)
+
+
+def _gradient_of_output(sharing: Sharing, grad: Tensor) -> Tensor:
+    """This rank's share of the gradient of the whole output, multiplied for a wrapper. A collective.
+
+    Raises: ValueError on every rank if it differs between ranks.
+    """
+    check_gradient("diffusers", sharing.comm, grad)
+    return grad * (sharing.average_over / sharing.comm.size)
+
+
+def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    """Raise ValueError if arguments differ between ranks, NotImplementedError for a model that cannot be shared."""
+    model = named[0][1]
     refuse_transforms(f"parallelize({name_of(model)})")
     if model is sharing.handle.model:
         for region in known_regions():
@@ -130,28 +143,51 @@ def _compared(
     modes = {"grad enabled": torch.is_grad_enabled()}
     gather = partial(checks.gather, "diffusers: forward", facts=modes)
     with gathering("diffusers: forward", sharing.comm, gather) as facts:
-        if len(args) > 1:
-            raise TypeError(f"diffusers: {name_of(model)} takes one positional argument, got {len(args)}")
-        if args:
-            arguments["hidden_states"] = args[0]
-        named = list(model.named_modules())
-        recipe.check(named, arguments)
-        facts.own = {name: _fingerprint(value) for name, value in leaves(arguments)}
+        _check(named)
+        _check_blocks(named, sharing.blocks)
+        facts.own = {name: _fingerprint(value) for name, value in leaves([args, arguments])}
         facts.own[AVERAGE] = sharing.average_over
-        recipe.expand_text(arguments)
-        sizes = recipe.sizes(model, arguments)
-        if recipe.mask and not recipe.masks:
-            arguments.pop(recipe.mask, None)
-    with errors_on_all_ranks("diffusers: plan=", sharing.comm):
-        for queries, keys in ((recipe.joint, recipe.joint), *recipe.attends.values()):
-            sharing.plan(sizes, queries, keys)  # here no compiler looks on
-    for stream in recipe.exits.values():
-        sharing.gathered(sizes, stream)
     _same_on_all(facts.every)
     if torch.is_grad_enabled():
         checks.wrapper()
         checks.check_average("diffusers")
-    return arguments, sizes
+
+
+def _check_blocks(named: Named, blocks: Collection[str]) -> None:
+    """Raise NotImplementedError for a block that is not parallel."""
+    for name, block in named:
+        if name in blocks and not is_surrounded(block):
+            raise NotImplementedError(
+                f"diffusers: {name} of {name_of(named[0][1])} was put there when the model was parallel, as by an "
+                "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
+                "alone; call undo() of the handle and parallelize the model again"
+            )
+
+
+def _check(named: Named) -> None:
+    """Raise NotImplementedError for what would compute a rank's rows otherwise than all of them."""
+    model = named[0][1]
+    if parallel_config(model, None) is not None:
+        raise NotImplementedError(
+            f"diffusers: {name_of(model)} is under enable_parallelism, which splits its tokens too"
+        )
+    if drops := active_dropout(named):
+        raise NotImplementedError(
+            f"diffusers: {drops}, which would drop other values on each rank than in one process; set its p to 0"
+        )
+    check_hooks(named, OF_BLOCKS)
+    for name, module in named:
+        processor = module.__dict__.get("processor")
+        if processor is not None and (kind := backend_of(processor)) not in BACKENDS:
+            raise NotImplementedError(
+                f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
+                "set_attention_backend('native')"
+            )
+        if chunk_size(module, None) is not None and chunk_dim(module, None):
+            raise NotImplementedError(
+                f"diffusers: {name} runs its feed-forward layer in parts along tokens, which are fewer on each "
+                "rank; call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples"
+            )
 
 
 def _fingerprint(value: object) -> object:

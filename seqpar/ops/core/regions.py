@@ -41,18 +41,24 @@ VALUES = "plan, dropout seed or scale"  # what determines attention, besides its
 
 
 class Region:
-    """A function that a checkpoint runs, and runs again inside contexts. stamps: of the calls that forward made."""
+    """A function that a checkpoint runs, and runs again inside contexts. stamps: of the calls that forward made.
+
+    returned: of its result when it runs again, what the checkpoint gets; by default the same.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.stamps = function, set[int]()
+        self.returned: Callable[[Any], Any] = lambda result: result
         self.contexts: list[tuple[object, Callable[[], AbstractContextManager[Any]]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result; in forward there is no context yet."""
+        if not self.contexts:
+            return self.function(*args, **kwargs)
         with ExitStack() as stack:
             for _, context in reversed(self.contexts):
                 stack.enter_context(context())
-            return self.function(*args, **kwargs)
+            return self.returned(self.function(*args, **kwargs))
 
     def run_again_inside(self, context: Callable[[], AbstractContextManager[Any]], by: object) -> None:
         """Make the region enter a context when it runs again; once per `by`."""

@@ -1,0 +1,422 @@
+"""The trial of one block of layers: which of its arguments have rows, and which rows its attention is over.
+
+A block gets whole arguments, of a few rows each, and random weights. Each attention is recorded, and returns random
+rows. Then the block runs on either half of the rows of its streams, as on one of two ranks, where attention returns the
+recorded rows::
+
+    run      stream        attention           must follow
+    whole    a b c d       q: text, a b c d
+    halves   a b | c d     q: text, a b | ...  q, k, v, mask and outputs: rows of the recorded ones, in their order
+
+Rows that one half has are *cut*, those that both have are *whole*. So the runs find the order of the streams in each
+attention. What mixes rows otherwise does not follow. Which dims of the arguments have rows is a guess by sizes, a
+*reading*; the first one that follows is the finding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from seqpar.comm import PeerError
+from seqpar.foreign.wrap import places_of, replaced
+from seqpar.trial.compare import close
+from seqpar.trial.protect import eager, saved
+from seqpar.trial.randomness import draws
+from seqpar.trial.readings import BlockArguments, BlockReading, GivenRows, Mismatch, index, picked
+from seqpar.trial.rows import random_rows, real
+from seqpar.trial.segments import RowPlace, RowSegment, RowSegments, is_cut
+from seqpar.trial.weights import drawn
+
+RUNS = 16
+READS = {
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.nonzero,
+    torch.nonzero,
+}  # fmt: skip
+
+
+class MaskForm(NamedTuple):
+    """What a mask [.., rows, keys] has on a rank: its own rows or keys, or those of the whole mask. one: a row for all.
+
+    With its own rows and keys it is one row for all, repeated, or the product of flags of rows and flags of keys.
+    """
+
+    own_rows: bool
+    own_keys: bool
+    one: bool
+
+
+class Attended(NamedTuple):
+    """The rows of an attention: of its queries and of its keys; and its mask, if it has one."""
+
+    queries: RowSegments
+    keys: RowSegments
+    mask: MaskForm | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How a block is computed on this rank's rows.
+
+    places: of each argument, None for a whole one. counts: number of an argument -> segments whose rows it counts.
+    attends: its attentions in their order. outputs: the place of each output, None for a whole one. reads: values that
+    it reads from whole tensors, and that may decide what it does.
+    """
+
+    places: tuple[RowPlace | None, ...]
+    counts: tuple[tuple[int, RowSegments], ...]
+    attends: tuple[Attended, ...]
+    outputs: tuple[RowPlace | None, ...]
+    reads: tuple[Any, ...]
+
+
+def value_of(read: Any) -> Any:
+    """A value that is read from a tensor, to be compared."""
+    return str(read.tolist()) if hasattr(read, "tolist") else read
+
+
+def find(
+    module: nn.Module, run: Callable[[list[Any]], list[Any]], arguments: list[Any], ranks: int
+) -> Finding | None:  # fmt: skip
+    """The finding for such arguments; None if the block is to be computed whole, as it has no rows to share.
+
+    run: the block's outputs, of its arguments, both flat. arguments: tensors, `GivenRows`, and others.
+
+    Raises: NotImplementedError with the reason if the rows follow in no reading.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    device = next((x.device for x in arguments if isinstance(x, (Tensor, GivenRows))), None)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        state = stack.enter_context(saved(module, tensors))
+        stack.enter_context(eager(module))
+        stack.enter_context(_unhooked(module))
+        stack.enter_context(drawn(module, device))
+        found = _BlockTrial(run, arguments, ranks).finding()
+        if changed := state.changed():
+            raise NotImplementedError(f"it changes its buffer {next(iter(changed))[1]}")
+        return found
+
+
+class _OfRows(Tensor):
+    """Some rows, or what follows from them."""
+
+
+class _Attention(NamedTuple):
+    """A recorded attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: tuple[Any, ...]
+    out: Tensor
+
+
+class _Intercepting(TorchFunctionMode):
+    """A mode in which attention is ``attend(number, query, key, value, mask, options)``, and nothing is by chance.
+
+    options: whether it is causal, its scale, and whether heads of keys are fewer.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend, self.calls, self.reads = attend, 0, list[Any]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            raise NotImplementedError(f"it draws random numbers, by {func.__name__}")
+        if func in READS:
+            if isinstance(args[0], _OfRows):
+                raise Mismatch(f"its branches depend on values of its rows, which it reads by {func.__name__}")
+            read = func(*args, **kwargs)
+            self.reads.append(value_of(read))
+            return read
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.calls += 1
+        return self._attended(*args, **kwargs)
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return self.attend(self.calls - 1, query, key, value, attn_mask, (is_causal, scale, enable_gqa))
+
+
+@contextmanager
+def _unhooked(block: nn.Module) -> Iterator[None]:
+    """A context without hooks that move or cast weights of a block's parts; those of the trial need no such thing."""
+    with ExitStack() as stack:
+        for module in block.modules():
+            *_, (owner, name) = places_of(module)
+            if module is not block and owner is not module:
+                stack.enter_context(replaced(module, {"forward": getattr(owner, name)}))
+        yield
+
+
+class _BlockTrial:
+    """The runs of one block."""
+
+    def __init__(self, run: Callable[[list[Any]], list[Any]], arguments: list[Any], ranks: int) -> None:
+        self.run, self.arguments, self.runs, self.reasons = run, BlockArguments(arguments, ranks), 0, list[str]()
+        self.outputs, self.calls, self.reads = list[Any](), list[_Attention](), list[Any]()
+
+    def finding(self) -> Finding | None:
+        """The first reading that follows; None if there are no rows to share."""
+        arguments = self.arguments
+        if not (kinds := arguments.kinds()):
+            return None
+        for few, features in itertools.product(arguments.divided(kinds), (False, True)):
+            if not self._recorded(few, features):
+                continue
+            if not self.calls and not any(isinstance(x, GivenRows) for x in arguments.given):
+                return None  # such as a network of embeddings, which is not worth a gather
+            if not (likely := next(iter(arguments.streams(self.outputs)), [])):
+                return None
+            streams = {each.count for _, place in likely for each in place.segments}
+            if arguments.few.keys() - streams and not self._recorded(arguments.of(few, streams), features):
+                continue
+            for reading in arguments.readings(self.outputs):
+                if self.runs > RUNS - 2:
+                    break
+                if (found := self._tried(reading)) is not None:
+                    return found
+            if not arguments.few:
+                break
+        if not self.reasons or (self.outputs and not self.calls) or arguments.are_short(self.outputs):
+            return None
+        raise NotImplementedError(min(self.reasons, key=_unlikely))
+
+    def _recorded(self, kinds: set[int], features: bool) -> bool:
+        """Run the block on a few rows of these kinds, and record its attentions; whether it could."""
+        self.calls = []
+
+        def attend(
+            _: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: tuple[Any, ...]
+        ) -> Tensor:
+            shape = (*query.shape[:-1], value.shape[-1])
+            self.calls.append(_Attention(query, key, value, mask, options, random_rows(shape, value, len(self.calls))))
+            return self.calls[-1].out
+
+        try:
+            self.arguments.take_few(kinds, features)
+            self.outputs = self._ran(self.arguments.sample, attend)
+        except Mismatch as error:
+            self.reasons.append(str(error))
+            return False
+        return True
+
+    def _ran(self, arguments: list[Any], attend: Callable[..., Tensor]) -> list[Any]:
+        """The outputs. Raises Mismatch if the block fails, or may not run again."""
+        if self.runs >= RUNS:
+            raise Mismatch(f"its rows follow in none of {RUNS} runs")
+        self.runs += 1
+        mode = _Intercepting(attend)
+        try:
+            with mode:
+                outputs = self.run(arguments)
+        except (Mismatch, NotImplementedError, PeerError):
+            raise
+        except Exception as error:
+            told = (str(error).splitlines() or [""])[0]
+            raise Mismatch(f"with some of its rows it fails: {type(error).__name__}: {told:.200}") from error
+        if (self.reads, len(self.calls)) != (mode.reads, mode.calls) and arguments is not self.arguments.sample:
+            raise Mismatch(f"it calls attention {len(self.calls)} times with all rows and {mode.calls} with some")
+        self.reads = mode.reads
+        return outputs
+
+    def _tried(self, reading: BlockReading) -> Finding | None:
+        """The finding, if the rows follow in this reading."""
+        halves = [_Half(self, reading, half) for half in range(2)]
+        try:
+            for half in halves:
+                half.follow()
+            attends = [
+                Attended(*(self._segments([half.at[n][side] for half in halves], f"its attention {n}")
+                           for side in range(2)), _one([half.masks[n] for half in halves]))
+                for n in range(len(self.calls))
+            ]  # fmt: skip
+            outputs = [self._place([half.outputs[n] for half in halves], n) for n in range(len(self.outputs))]
+        except Mismatch as error:
+            self.reasons += [str(error)] if str(error) not in self.reasons else []
+            return None
+        places = tuple([None if place is None or not is_cut(place.segments) else place for place in reading.places])
+        return Finding(places, reading.counts, tuple(attends), tuple(outputs), tuple(self.reads))
+
+    def _place(self, found: list[tuple[int, list[int], int] | None], number: int) -> RowPlace | None:
+        """Where an output has rows; found: by half the dim, the rows, and how many the whole has."""
+        if found[0] is None or found[1] is None:
+            if found != [None, None]:
+                raise Mismatch(f"its output {number} is whole on some ranks and not on others")
+            return None
+        (dim, *_), (other, *_) = found
+        if dim != other:
+            raise Mismatch(f"its output {number} has rows in two dims")
+        return RowPlace(
+            dim, self._segments([(at, count) for _, at, count in filter(None, found)], f"its output {number}")
+        )
+
+    def _segments(self, halves: list[tuple[list[int], int]], what: str) -> RowSegments:
+        """The segments of rows, from those of either half, each with the number of rows of the whole."""
+        (first, count), (second, _) = halves
+        owners, segments = [(row in set(first), row in set(second)) for row in range(count)], list[list[int]]()
+        if not count or (False, False) in owners:
+            raise Mismatch(f"{what} has no rows, or some that no rank has")
+        for one, other in owners:  # a segment is [rows of the first half, of the second, of both]
+            if one and other:
+                if not segments or not segments[-1][2]:
+                    segments.append([0, 0, 0])
+            elif not segments or segments[-1][2] or (one and segments[-1][1]):
+                segments.append([0, 0, 0])
+            segments[-1][2 if one and other else int(other)] += 1
+        if any(not both and one != _middle(one + other) for one, other, both in segments):
+            raise Mismatch(f"{what} has rows in an order that is not that of its streams")
+        many = {few: n for n, few in self.arguments.few.items()}
+        return tuple([RowSegment(many.get(sum(each), sum(each)), not each[2]) for each in segments])
+
+
+class _Half:
+    """A run on one half of the rows of a reading. at: rows of queries and of keys of each attention."""
+
+    def __init__(self, trial: _BlockTrial, reading: BlockReading, half: int) -> None:
+        self.trial, self.reading, self.half = trial, reading, half
+        self.at: list[list[tuple[list[int], int]]] = []
+        self.masks: list[MaskForm | None] = []
+        self.outputs: list[tuple[int, list[int], int] | None] = []
+
+    def follow(self) -> None:
+        """Run. Raises Mismatch for what does not follow."""
+        arguments = list(self.trial.arguments.sample)
+        for number, place in enumerate(self.reading.places):
+            if place is not None:
+                some = picked(arguments[number], place.dim, self._rows(place.segments))
+                arguments[number] = some.as_subclass(_OfRows)
+        for number, segments in self.reading.counts:
+            arguments[number] = len(self._rows(segments))
+        outputs = [_plain(x) for x in self.trial._ran(arguments, self._attend)]
+        if len(outputs) != len(self.trial.outputs):
+            raise Mismatch("it returns another number of outputs")
+        for number, (x, y) in enumerate(zip(outputs, self.trial.outputs)):
+            self.outputs.append(self._output(x, y, number))
+
+    def _rows(self, segments: RowSegments) -> list[int]:
+        """The rows of the half, of an argument of the run."""
+        rows, at = list[int](), 0
+        for each in segments:
+            count = self.trial.arguments.few.get(each.count, each.count)
+            middle = _middle(count)
+            start, stop = ((0, middle), (middle, count))[self.half] if each.cut else (0, count)
+            rows += range(at + start, at + stop)
+            at += count
+        return rows
+
+    def _attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: tuple[Any, ...]
+    ) -> Tensor:
+        if number >= len(self.trial.calls):
+            raise Mismatch("it calls attention more often with some of its rows")
+        whole = self.trial.calls[number]
+        if options != whole.options:
+            told = ", ".join(f"{m} for {n}" for m, n in zip(options, whole.options) if m != n)
+            raise Mismatch(f"its scale or the like of attention {number} depends on the number of rows: {told}")
+        query, key, value, mask = map(_plain, (query, key, value, mask))
+        queries = _places(query, whole.query, -2, f"its query of attention {number}")
+        keys = _places(key, whole.key, -2, f"its key of attention {number}")
+        if not _equal(value, whole.value.index_select(-2, index(keys, value))):
+            raise Mismatch(f"its value of attention {number} depends on other rows")
+        self.at.append([(queries, whole.query.shape[-2]), (keys, whole.key.shape[-2])])
+        self.masks.append(_form(mask, whole.mask, queries, keys, f"its mask of attention {number}"))
+        return whole.out.index_select(-2, index(queries, whole.out)).as_subclass(_OfRows)
+
+    def _output(self, x: Any, y: Any, number: int) -> tuple[int, list[int], int] | None:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if type(x) is not type(y):
+                raise Mismatch(f"its output {number} is {type(x).__name__} on a rank")
+            return None
+        if _equal(x, y):
+            return None
+        apart = [d for d, (m, n) in enumerate(zip(x.shape, y.shape)) if m != n]
+        if x.dim() != y.dim() or len(apart) != 1:
+            raise Mismatch(f"its output {number}, {list(y.shape)}, depends on other rows besides by attention")
+        return apart[0], _places(x, y, apart[0], f"its output {number}"), y.shape[apart[0]]
+
+
+def _middle(count: int) -> int:
+    """Where one of two parts of so many rows ends: at a prime, where no windows of rows end."""
+    primes = (n for n in range(count // 2, 1, -1) if all(n % d for d in range(2, n)))
+    return next(primes, count // 2)
+
+
+def _unlikely(reason: str) -> tuple[bool, bool]:
+    """The order of reasons: an output that does not follow says most, a run that fails least."""
+    return not reason.startswith("its output"), not reason.startswith("its ")
+
+
+def _one(several: list[Any]) -> Any:
+    if several[0] != several[1]:
+        raise Mismatch("its masks have other forms on other ranks")
+    return several[0]
+
+
+def _plain(x: Any) -> Any:
+    return x.as_subclass(Tensor) if isinstance(x, _OfRows) else x
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and close(y, x)
+
+
+def _places(part: Tensor, whole: Tensor, dim: int, what: str) -> list[int]:
+    """Which rows of a whole tensor those of a part are, in ascending order."""
+    dim %= whole.dim()
+    if part.dim() != whole.dim() or part.shape[dim] > whole.shape[dim]:
+        raise Mismatch(f"{what}, {list(whole.shape)}, is {list(part.shape)} on some of its rows")
+    if apart := [d for d, (m, n) in enumerate(zip(part.shape, whole.shape)) if m != n and d != dim]:
+        told = "; a factorised attention is planned by stages, seqpar.dsp.parallelize" if apart[0] == 0 else ""
+        raise Mismatch(f"{what}, {list(whole.shape)}, is {list(part.shape)} on some of its rows{told}")
+    few, many = (real(x).movedim(dim, 0).flatten(1).double() for x in (part, whole))
+    like = torch.cdist(few, many, p=torch.inf) <= 1e-3 * many.abs().max() if many.numel() else few.new_ones(len(few), 0)
+    found, at = list[int](), 0
+    for row in like.tolist():
+        at = next((n for n in range(at, len(row)) if row[n]), len(row)) + 1
+        found.append(at - 1)
+    if found and found[-1] >= len(many) or not _equal(part, whole.index_select(dim, index(found, whole))):
+        raise Mismatch(f"{what}, {list(whole.shape)}, depends on other rows besides by attention")
+    return found
+
+
+def _form(mask: Tensor | None, whole: Tensor | None, queries: list[int], keys: list[int], what: str) -> MaskForm | None:
+    """The form of a mask, from that of the whole run."""
+    if mask is None or whole is None:
+        if mask is not whole:
+            raise Mismatch(f"{what} is there or not depending on the rows")
+        return None
+    one = whole.dim() < 2 or whole.shape[-2] == 1
+    for own_rows in (False,) if one else (False, True):
+        if _equal(mask, whole.index_select(-2, index(queries, whole)) if own_rows else whole):
+            return MaskForm(own_rows, False, one)
+    at_keys = whole.index_select(-1, index(keys, whole)) if whole.shape[-1] > max(keys, default=0) else whole
+    if _equal(mask, at_keys):
+        return MaskForm(False, True, one)
+    # of rows and keys that are both the rank's no rank has its rows of others' keys, unless some of them tell all
+    if (
+        not one
+        and _equal(mask, at_keys.index_select(-2, index(queries, whole)))
+        and not (whole == whole[..., :1, :1]).all()
+    ):
+        if (whole == whole[..., :1, :]).all():
+            return MaskForm(True, True, True)
+        flags = whole.diagonal(dim1=-2, dim2=-1)
+        if queries == keys and mask.dtype == torch.bool and (whole == flags[..., None] & flags[..., None, :]).all():
+            return MaskForm(True, True, False)
+    raise Mismatch(f"{what}, {list(whole.shape)}, depends on other rows")
