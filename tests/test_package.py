@@ -80,8 +80,8 @@ ORDER = {
         form space costs search plan spec specs moves grid checks trial runner agreed apply __init__
     """,
     "planner": """
-        config presets shape hardware training memory groups place nested count carried weights cost lines bound
-        forecast problem batch step ladder fitting calibration __init__
+        config presets blocks shape hardware training memory groups place nested count carried weights cost lines
+        bound forecast problem batch step ladder fitting calibration __init__
     """,
     "comm": """
         entry protocol arguments header failure rendezvous base interrupt local_waits local nccl host_pool

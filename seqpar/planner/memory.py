@@ -15,9 +15,11 @@ Which of them is the peak depends on the rows: activations grow with rows, state
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from seqpar.plan.traffic import DTYPE_BYTES
+from seqpar.planner.blocks import PolicyBytes
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.shape import ModelShape
 from seqpar.planner.training import Training
@@ -132,12 +134,21 @@ class Memory:
             return cls((Moment("rows", 0, gathered, logits, stages + buffers + states, row),), usable)
         count, policy = first
         parts = [(count, replace(shape, recompute=policy)), (shape.layers - count, shape)]
-        runs = [_Run.of(part, layers, training, acc * working) for layers, part in parts if layers]
-        moments = _moments(shape, training, ranks, runs, logits=logits, exchanged=states, own_loss=own_loss)
+        parameters = shape.parameters
+        if shape.blocks:
+            policies = [part.recompute for layers, part in parts for _ in range(layers)]
+            traced = [block.under(each) for block, each in zip(shape.blocks, policies)]
+            runs = [_Run.traced(each, len(list(same)), acc * working) for each, same in groupby(traced)]
+            parameters = _root(shape) + sum(block.parameters for block in shape.blocks)
+        else:
+            runs = [_Run.of(part, layers, training, acc * working) for layers, part in parts if layers]
+        moments = _moments(
+            shape, training, ranks, runs, parameters=parameters, logits=logits, exchanged=states, own_loss=own_loss
+        )
         keys = (ranks - 1) * shape.row_bytes * (size + acc) // size
         moments = [m._replace(stages=stages, keys=keys) if m.name in BACKWARD else m for m in moments]
         moments = [m._replace(exchanged=m.exchanged + buffers) for m in moments]
-        state = _share(training.state_bytes * shape.parameters, training.over(ranks))
+        state = _share(training.state_bytes * parameters, training.over(ranks))
         inputs = size * shape.hidden * sum(run.layers for run in runs if run.offloads)
         if (inputs or training.state_on_host) and not training.host_bytes:
             raise ValueError(
@@ -182,7 +193,10 @@ class Memory:
 
 
 class _Run(NamedTuple):
-    """Layers that recompute by one policy. Bytes a row: what a layer holds, and works with in its backward."""
+    """Layers that recompute by one policy. Bytes a row: what a layer holds, and works with in its backward.
+
+    late: bytes a row when all gradients of a layer's weights are there, which the shape does not say.
+    """
 
     layers: int
     held: int
@@ -190,6 +204,7 @@ class _Run(NamedTuple):
     tile: int
     offloads: bool
     tiles: bool
+    late: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape, layers: int, training: Training, accumulators: int) -> _Run:
@@ -199,24 +214,31 @@ class _Run(NamedTuple):
         working = held + recomputed + shape.gradient_bytes + accumulators
         return cls(layers, held, working, shape.tile_bytes * tiles, shape.recompute == "offload", tiles)
 
+    @classmethod
+    def traced(cls, block: PolicyBytes, layers: int, accumulators: int) -> _Run:
+        """Layers as they were traced. accumulators: as for `of`."""
+        offloads = block.policy == "offload"
+        working, late = block.held + block.working + accumulators, block.late + accumulators
+        return cls(layers, block.held, working, block.fixed, offloads, offloads or block.policy == "tiled", late)
+
 
 def _moments(
-    shape: ModelShape, training: Training, ranks: int, runs: list[_Run], *, logits: int, exchanged: int, own_loss: bool
-) -> list[Moment]:
+    shape: ModelShape, training: Training, ranks: int, runs: list[_Run], *,
+    parameters: int, logits: int, exchanged: int, own_loss: bool,
+) -> list[Moment]:  # fmt: skip
     """The moments of a step under FSDP2.
 
     exchanged: bytes of a recurrence's exchanges in a layer's backward.
     """
     shards, layers = training.over(ranks), shape.layers
     weight, summed = DTYPE_BYTES[training.weights], DTYPE_BYTES[training.reductions]
-    head = shape.vocab * shape.hidden
-    root = head * (1 if shape.tied else 2) + shape.hidden  # gathered all step
-    layer = -(-(shape.parameters - root) // layers)
+    head, root = shape.vocab * shape.hidden, _root(shape)  # gathered all step
+    layer = -(-(parameters - root) // layers)
     stays = 0 if training.reshard is True else weight * layers * layer // int(training.reshard or 1)
     gathered = 0 if training.reshard is False else weight * layer
     # gradients are a part of the state that a layer's backward makes
-    before = _share((training.state_bytes - summed) * shape.parameters, shards)
-    step, gradients = before + _share(summed * shape.parameters, shards), _share(summed * layer, shards)
+    before = _share((training.state_bytes - summed) * parameters, shards)
+    step, gradients = before + _share(summed * parameters, shards), _share(summed * layer, shards)
     if training.accumulates:
         before, gradients = step, 0
     held, kept = weight * root + stays, sum(run.layers * run.held for run in runs)
@@ -226,27 +248,34 @@ def _moments(
         norm = 0 if training.fused_norms else shape.hidden * (4 + 2 * DTYPE_BYTES[shape.dtype])
     normed = kept + norm + 2 * DTYPE_BYTES[shape.dtype] * shape.hidden
     if own_loss:
-        loss = Moment("loss", before, held + gathered, (weight + summed) * head + logits, 0, normed)
+        # the buffer from which the last layer's weights were gathered is still there
+        loss = Moment("loss", before, held + weight * layer, (weight + summed) * head + logits, 0, normed)
         moments = [loss, Moment("head", before, held + gathered, (weight + 2 * summed) * head, 0, normed)]
     else:
         row = normed + LOGIT_BYTES * shape.vocab
         moments = [Moment("loss", before, held + gathered, weight * head, 0, row)]
 
-    def backward(name: str, nth: int, run: _Run, before_it: int) -> Moment:
+    def backward(name: str, nth: int, run: _Run, before_it: int) -> list[Moment]:
         """The backward of a layer; before_it: bytes a row that the layers before it hold."""
-        done = layers - 1 - nth  # layers whose gradients are there
-        weights = held + 2 * gathered + summed * layer * (done > 0)
+        done = layers - 1 - nth  # layers whose gradients are there, and whose weights are not any more
+        weights = held - stays * done // layers + 2 * gathered + summed * layer * (done > 0)
         state = before + gradients * done
-        return Moment(name, state, weights, weight * head, exchanged + run.tile, before_it + run.working)
+        early = Moment(name, state, weights, weight * head, exchanged + run.tile, before_it + run.working)
+        return [early, early._replace(weights=weights + weight * layer, row=before_it + run.late)][: 1 + (run.late > 0)]
 
     start, holds = 0, 0
     for run in runs:
         places = {start: "turn", start + run.layers - 1: "turn", layers - 2: "earlier", layers - 1: "last"}
         for nth, name in (places | {0: "first"} if layers > 1 else {0: "last"}).items():
             if start <= nth < start + run.layers:
-                moments.append(backward(name, nth, run, holds + (nth - start) * run.held))
+                moments += backward(name, nth, run, holds + (nth - start) * run.held)
         start, holds = start + run.layers, holds + run.layers * run.held
     return [*moments, Moment("step", step, stays, 0, 0, 0)]
+
+
+def _root(shape: ModelShape) -> int:
+    """Parameters outside the layers."""
+    return shape.vocab * shape.hidden * (1 if shape.tied else 2) + shape.hidden
 
 
 def _share(size: int, shards: int) -> int:

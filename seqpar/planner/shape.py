@@ -16,6 +16,7 @@ from typing import Any
 from seqpar.plan.recurrence import MOST, RecurrentLayer
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
+from seqpar.planner.blocks import BlockBytes
 from seqpar.planner.presets import PRESETS
 
 RECOMPUTE = ("none", "attention", "full")  # what a model given by name tries, in this order
@@ -44,6 +45,7 @@ class ModelShape:
         the layers with attention. ffn_layers: layers with an ffn or experts, by default all.
     output_gate: whether attention's output is multiplied by a gate of its size, projected from the layer's input.
     qk_norm: whether each head's queries and keys are normalised.
+    blocks: what `seqpar.train.trace` measured of each layer. With a `Training`, memory is counted by these.
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -77,6 +79,7 @@ class ModelShape:
     ffn_layers: int | None = None
     output_gate: bool = False
     qk_norm: bool = False
+    blocks: tuple[BlockBytes, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -94,6 +97,7 @@ class ModelShape:
             (self.heads % self.kv_heads != 0, f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"),
             (self.dtype not in DTYPE_BYTES, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"),
             (self.recompute not in POLICIES, f"recompute must be one of {POLICIES}, got {self.recompute!r}"),
+            (len(self.blocks) not in (0, self.layers), f"{len(self.blocks)} traced blocks of {self.layers} layers"),
             (not self.windows, "windows must name at least one layer's window, (None,) for full causal attention"),
             (
                 any(w is not None and (type(w) is not int or not 0 <= w <= MOST) for w in self.windows),

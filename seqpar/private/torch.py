@@ -49,7 +49,12 @@ names = PrivateNames(
         "torch.nn.modules.instancenorm": "_InstanceNorm",
         "torch.nn.modules.module": "_has_any_global_hook",
         "torch.nn.modules.pooling": "_AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _MaxPoolNd",
-        "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack is_traceable_wrapper_subclass",
+        "torch._subclasses.fake_tensor": """
+            DataDependentOutputException DynamicOutputShapeException FakeTensorMode
+        """,
+        "torch.utils._python_dispatch": """
+            TorchDispatchMode _get_current_dispatch_mode_stack is_traceable_wrapper_subclass
+        """,
         "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     },
 )  # fmt: skip

@@ -13,8 +13,9 @@ from seqpar.train.loss import cross_entropy, linear_cross_entropy
 from seqpar.train.mean import Mean
 from seqpar.train.norms import check_model
 from seqpar.train.sums import all_sum, token_mean
+from seqpar.train.trace import trace
 
 __all__ = [
     "Mean", "all_sum", "check_model", "clip_grad_norm", "cross_entropy", "grad_norm", "linear_cross_entropy",
-    "recompute", "sync_gradients", "tile", "token_log_probs", "token_mean",
+    "recompute", "sync_gradients", "tile", "token_log_probs", "token_mean", "trace",
 ]  # fmt: skip

@@ -120,7 +120,8 @@ def capped(z: Tensor, softcap: float, grad: bool) -> Tensor | None:
 
 def finish(dz: Tensor, keep: Tensor, slope: Tensor | None) -> None:
     """Make gradients those of logits before the cap, and 0 in rows that do not count, in place."""
-    if torch.compiler.is_compiling() or not dz.is_cpu or not keep.all():  # a device would be waited for
+    # A device would be waited for, and a tensor without memory has no values.
+    if torch.compiler.is_compiling() or not dz.is_cpu or type(dz) is not Tensor or not keep.all():
         dz.masked_fill_(~keep[:, None], 0.0)
     if slope is not None:
         dz *= slope
