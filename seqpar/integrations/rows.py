@@ -154,7 +154,10 @@ _ELEMENTWISE = {
     Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as, Tensor.contiguous, Tensor.clone, Tensor.detach,
     Tensor.view_as,  # as autograd functions do that return what they got
 }  # fmt: skip
-_IN_PLACE = {Tensor.__iadd__: Tensor.add, Tensor.__isub__: Tensor.sub, Tensor.__imul__: Tensor.mul}
+_IN_PLACE = {
+    Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__, Tensor.add_, Tensor.sub_, Tensor.mul_,
+    Tensor.div_,
+}  # fmt: skip
 _OF_ANY_SHAPE = {
     Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.ndim.__get__,
     Tensor.grad_fn.__get__, Tensor.is_leaf.__get__, Tensor.layout.__get__, Tensor.is_cuda.__get__, Tensor.grad.__get__,
@@ -176,15 +179,27 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     out = _row_by_row(func, args, kwargs, first)
     if out is NotImplemented:
+        _refuse_writes(func, args, kwargs)
         args, kwargs = tree_unflatten([whole(x) for x in flat], spec)
         out = func(*args, **kwargs)
     return out
 
 
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise NotImplementedError for a function that would write into the gathered tensor, where nobody reads it."""
+    name = getattr(func, "__name__", repr(func))
+    writes = func in {*_IN_PLACE, Tensor.__setitem__, Tensor.data.__set__} or name.endswith("_") != name.endswith("__")
+    if (writes and isinstance(args[0], RankRows)) or isinstance(kwargs.get("out"), RankRows):
+        raise NotImplementedError(
+            f"diffusers: {name} between blocks writes into a tensor of which each rank holds its rows; give whole= "
+            "the list of blocks before it, or make another tensor"
+        )
+
+
 def _row_by_row(func: Any, args: Any, kwargs: Any, first: RankRows) -> Any:
     """The rows of the result, if each row of it follows from the same rows of the arguments; else NotImplemented."""
     if func in _ELEMENTWISE or func in _IN_PLACE:
-        return _elementwise(_IN_PLACE.get(func, func), args, kwargs, first)
+        return _elementwise(func, args, kwargs, first)
     if func in (F.linear, F.layer_norm, F.rms_norm):
         return _along_the_last_dim(func, args, kwargs)
     if func in (torch.cat, torch.concat):
@@ -199,11 +214,14 @@ def _row_by_row(func: Any, args: Any, kwargs: Any, first: RankRows) -> Any:
 def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any, first: RankRows) -> Any:
     place, owner, dims, new = first.place, first.owner, Tensor.dim(first), list[Any]()
     flat, spec = tree_flatten((args, kwargs))
-    for x in flat:
+    in_place = func in _IN_PLACE
+    if kwargs.get("out") is not None or (in_place and not isinstance(args[0], RankRows)):
+        return NotImplemented
+    for number, x in enumerate(flat):
         if isinstance(x, RankRows):
             if x.place != place or Tensor.dim(x) != dims:
                 return NotImplemented
-            x = local(x)
+            x = x if in_place and not number else local(x)
         elif isinstance(x, Tensor) and x.dim() >= dims - place.dim:
             owner.cuts += x.grad_fn is not None  # its gradient is a share, also of one that is repeated
             at = x.dim() - dims + place.dim
@@ -213,7 +231,8 @@ def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any, first: RankRo
                 x = cut(x, RowPlace(at, place.segments), owner)
         new.append(x)
     args, kwargs = tree_unflatten(new, spec)
-    return rows_of(func(*args, **kwargs), place, owner)
+    out = func(*args, **kwargs)
+    return out if in_place else rows_of(out, place, owner)
 
 
 def _along_the_last_dim(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -245,10 +264,11 @@ def _sliced(x: RankRows, key: tuple[Any, ...]) -> Any:
     dim = x.place.dim
     if any(not isinstance(each, slice) or each.step not in (None, 1) for each in key):
         return NotImplemented
-    if any(each != slice(None) for n, each in enumerate(key) if n != dim):
-        return NotImplemented
+    others = any(each != slice(None) for n, each in enumerate(key) if n != dim)
     if dim >= len(key) or key[dim] == slice(None):
-        return x
+        return rows_of(local(x)[key], x.place, x.owner) if others else x
+    if others:
+        return NotImplemented
     start, stop, _ = key[dim].indices(total(x.place.segments))
     return _between(x, start, max(start, stop))
 
