@@ -56,13 +56,13 @@ def test_a_cache_is_disabled(when: str) -> None:
         model = copy.deepcopy(MODEL)
         if when == "before":
             model.enable_cache(cache)
-            with advised(NotImplementedError, "call its disable_cache() first"):
+            with advised(NotImplementedError, "by the model's disable_cache()"):
                 seqpar.parallelize(model, comm)
             model.disable_cache()
         handle = seqpar.parallelize(model, comm)
         if when == "after":
             model.enable_cache(cache)
-            with advised((NotImplementedError, ValueError), "call its disable_cache() first"):
+            with advised((NotImplementedError, ValueError), "by the model's disable_cache()"):
                 is_right(model)
             model.disable_cache()
         right = is_right(model)

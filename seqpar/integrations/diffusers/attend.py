@@ -47,7 +47,7 @@ class Sharing:
 
     handle: of the model. numerics: of attention. average_over: how many times as large the model makes gradients.
     blocks: the names of the blocks. findings: of blocks and their arguments. checks: of the training steps of the model
-    and of its copies.
+    and of its copies. attended: whether any forward called attention.
     """
 
     handle: ParallelModel
@@ -59,6 +59,7 @@ class Sharing:
     plans: dict[Hashable, Plan] = field(default_factory=dict)
     findings: dict[Hashable, dict[Any, Finding | None]] = field(default_factory=dict)
     checks: WeakKeyDictionary[nn.Module, StepChecks] = field(default_factory=WeakKeyDictionary)
+    attended: bool = False
 
     def plan(
         self, samples: int, queries: RowSegments, keys: RowSegments, seen: Array | None = None, causal: bool = False

@@ -78,7 +78,7 @@ def parallelize(
             "if its arguments are rows of tokens and their positions, and only attention mixes rows, shard them "
             "yourself and call it inside `seqpar.sdpa`"
         )
-    _check(list(model.named_modules()))
+    _check_alone(list(model.named_modules()))
     refuse_unready(model)
     handle = ParallelModel(model, comm)
     handle.put_around(
@@ -100,7 +100,8 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
                 stack.enter_context(replaced(module, {name: plain}))
         run = stack.enter_context(SharedForward(model, sharing, kinds_of(named, sharing.blocks)))
         out = forward(*args, **arguments)
-        if not run.attended:
+        sharing.attended |= run.attended  # a cache may skip all blocks of a later forward
+        if not sharing.attended:
             run.refuse(
                 f"{name_of(model)} calls no F.scaled_dot_product_attention, so every rank would compute all of it"
             )
@@ -143,9 +144,10 @@ def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: d
     modes = {"grad enabled": torch.is_grad_enabled()}
     gather = partial(checks.gather, "diffusers: forward", facts=modes)
     with gathering("diffusers: forward", sharing.comm, gather) as facts:
-        _check(named)
-        _check_blocks(named, sharing.blocks)
-        facts.own = {name: _fingerprint(value) for name, value in leaves([args, arguments])}
+        _check_alone(named)
+        _check_modules(named, sharing.blocks)
+        given = {f"argument {n}": x for n, x in enumerate(args)} | arguments
+        facts.own = {name: _fingerprint(value) for name, value in leaves(given)}
         facts.own[AVERAGE] = sharing.average_over
     _same_on_all(facts.every)
     if torch.is_grad_enabled():
@@ -153,30 +155,29 @@ def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: d
         checks.check_average("diffusers")
 
 
-def _check_blocks(named: Named, blocks: Collection[str]) -> None:
-    """Raise NotImplementedError for a block that is not parallel."""
-    for name, block in named:
-        if name in blocks and not is_surrounded(block):
-            raise NotImplementedError(
-                f"diffusers: {name} of {name_of(named[0][1])} was put there when the model was parallel, as by an "
-                "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
-                "alone; call undo() of the handle and parallelize the model again"
-            )
-
-
-def _check(named: Named) -> None:
-    """Raise NotImplementedError for what would compute a rank's rows otherwise than all of them."""
+def _check_alone(named: Named) -> None:
+    """Raise NotImplementedError for a model under another wrapper of diffusers, or with hooks that see some rows."""
     model = named[0][1]
     if parallel_config(model, None) is not None:
         raise NotImplementedError(
             f"diffusers: {name_of(model)} is under enable_parallelism, which splits its tokens too"
         )
+    check_hooks(named, OF_BLOCKS)
+
+
+def _check_modules(named: Named, blocks: Collection[str]) -> None:
+    """Raise NotImplementedError for a module that would compute a rank's rows otherwise than all of them."""
     if drops := active_dropout(named):
         raise NotImplementedError(
             f"diffusers: {drops}, which would drop other values on each rank than in one process; set its p to 0"
         )
-    check_hooks(named, OF_BLOCKS)
     for name, module in named:
+        if name in blocks and not is_surrounded(module):
+            raise NotImplementedError(
+                f"diffusers: {name} of {name_of(named[0][1])} was put there when the model was parallel, as by an "
+                "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
+                "alone; call undo() of the handle and parallelize the model again"
+            )
         processor = module.__dict__.get("processor")
         if processor is not None and (kind := backend_of(processor)) not in BACKENDS:
             raise NotImplementedError(
