@@ -263,9 +263,25 @@ def test_fit_prints_the_ladder_the_choice_and_lines_to_paste(
     assert facts["model"] == str(config) and [rung["rung"] for rung in facts["rungs"]] == ["own-loss", "full"]
 
 
+def test_fit_traces_the_layers_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    more = {"vocab_size": 99, "num_key_value_heads": 2, "head_dim": 16}
+    config.write_text(json.dumps({"model_type": "gemma3_text", **sizes, **more}))
+    longest = []
+    for flags in ((), ("--trace",)):
+        assert main(["fit", "--lengths", "3000", "--ranks", "2", "--model", str(config), "--json", *flags]) == 0
+        longest.append({rung["rung"]: rung["longest"] for rung in json.loads(capsys.readouterr().out)["rungs"]})
+    counted, traced = longest
+    assert traced["own-loss"] < 0.9 * counted["own-loss"]  # of the four norms of a layer the config says nothing
+    assert traced["own-loss"] < traced["keep-attention"] < traced["full"] < traced["tiled"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--lengths", "9", "--trace"), "--trace needs --model FILE, a config.json of transformers, got llama-8b"),
         (("--lengths", "4000000"), "give 32 ranks, documents of at most 1,212,000 tokens, or 148 GB of the host's"),
         (("--lengths", "9", "--rungs", "tile"), "rungs must be some of plain"),
         (("--lengths", "9", "--reshard", "3"), "reshard=3 is no divisor of the 8 shards"),

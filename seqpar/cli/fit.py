@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from seqpar.cli.flags import integer, refuse
 from seqpar.cli.lengths import add_lengths, documents
 from seqpar.cli.output import CommandError, print_table
 from seqpar.cli.plan import hardware, in_flags, model_of
+
+if TYPE_CHECKING:
+    from seqpar.planner import ModelShape, Training
 
 EXAMPLES = """examples:
   seqpar fit --lengths 131072,9000,30000,4000 --ranks 8 --model llama-8b --hardware h100
@@ -55,6 +59,9 @@ def add_command(commands: Any) -> None:
         metavar="X",
         help="take the fewest ranks whose step is at most 1 + X times the shortest (default: 0.15)",
     )
+    parser.add_argument(
+        "--trace", action="store_true", help="measure the layers of transformers' model on tensors without memory"
+    )
     parser.add_argument("--rungs", metavar="NAME,...", help="rungs that may be taken (default: all that fit the host)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     state = parser.add_argument_group("training (default: AdamW in float32 under FSDP2 over all ranks)")
@@ -80,9 +87,10 @@ def show(args: Any) -> int:
 
     rungs = None if args.rungs is None else args.rungs.split(",")
     try:
+        training = _training(args)
         ladder = fit(
-            documents(args), args.ranks, model=model_of(args.model), hardware=hardware(args.hardware),
-            training=_training(args), tolerance=args.tolerance, rungs=rungs,
+            documents(args), args.ranks, model=_traced(args, training) if args.trace else model_of(args.model),
+            hardware=hardware(args.hardware), training=training, tolerance=args.tolerance, rungs=rungs,
         )  # fmt: skip
     except (ValueError, NotImplementedError) as error:
         raise CommandError(in_flags(str(error))) from None
@@ -94,6 +102,32 @@ def show(args: Any) -> int:
     print(ladder.reasons, end="\n\n")
     print(ladder.lines)
     return 0
+
+
+def _traced(args: Any, training: Training) -> ModelShape:
+    """The model of a config.json with the bytes of transformers' layers, in the dtype of gathered weights."""
+    shape = model_of(args.model)
+    if isinstance(shape, str):
+        raise CommandError(f"--trace needs --model FILE, a config.json of transformers, got {args.model}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise CommandError(f"--trace needs transformers: {error}") from None
+    import torch
+
+    from seqpar.private.torch import FakeTensorMode
+    from seqpar.train.trace import trace_layers
+
+    config, dtype = AutoConfig.from_pretrained(args.model), getattr(torch, training.weights)
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        several = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == shape.layers)
+        ids = torch.zeros((1, 31), dtype=torch.int64, device="cpu")
+        layers = next(several, None)
+        if layers is None:
+            raise CommandError(f"--trace: {type(model).__name__} has no list of {shape.layers} layers")
+        blocks = trace_layers(layers, lambda: model(input_ids=ids, use_cache=False))
+    return replace(shape, blocks=tuple(blocks))
 
 
 def _training(args: Any) -> Any:

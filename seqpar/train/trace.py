@@ -131,11 +131,15 @@ def trace_layers(layers: Iterable[nn.Module], run: Callable[[], object]) -> list
     """`trace` of each layer of a model, once for all layers of a class with equal weights.
 
     run: calls the model with any number of rows, from which layers get their arguments; on fake tensors, for one.
+    Masks [..., rows, rows] are left out.
     """
     calls: dict[nn.Module, tuple[Any, Any]] = {}
 
+    def unmasked(x: Tensor) -> Tensor | None:
+        return None if x.dim() == 4 and x.shape[-2] == x.shape[-1] else x
+
     def note(layer: nn.Module, args: Any, named: Any) -> None:
-        calls[layer] = args, named
+        calls[layer] = torch_private.tree_map_only(Tensor, unmasked, (args, named))
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
