@@ -120,7 +120,7 @@ ORDER = {
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
-        hf/own_configs hf/guard hf/request hf/outputs hf/reading hf/handle hf/model hf/vision
+        hf/own_configs hf/guard hf/request hf/outputs hf/reading hf/cache hf/handle hf/generation hf/model hf/vision
         rows diffusers/attend diffusers/forward diffusers/blocks diffusers/model diffusers
         parallelize transformers __init__
     """,

@@ -411,6 +411,7 @@ HINTS = {
     "the call": SAME_CALLS,
     "training": SAME_CALLS,
     "grad enabled": SAME_CALLS,
+    "tokens": "give all ranks the same ids, and before they sample, the same seed (torch.manual_seed)",
     "plan": "make one plan from the same lengths on every rank, or where each rank loads its own batch, use "
     "seqpar.data.share",
 }

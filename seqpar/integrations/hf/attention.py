@@ -158,6 +158,10 @@ def attention_function(
         layer_calls.begun += 1  # even if only shapes are computed, or a checkpoint reuses the call's saved result
         if (state := current()) is not None and state.callers is not None:
             state.callers.add(module)
+        if state is not None and state.attend is not None and isinstance(attention_mask, Rule):
+            _refuse_unknown(module, rest, None)
+            how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+            return state.attend(module, query, attention_mask, **how), None
     if isinstance(attention_mask, UnsupportedMask):
         with errors_on_all_ranks("attention", surrounding().comm):
             raise attention_mask
@@ -170,17 +174,7 @@ def attention_function(
             f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must come from "
             f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
         )
-    unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
-    if unknown and not (unknown == [ASKED] and _shared(attention_mask)):
-        made = [name for name in unknown if isinstance(rest[name], Tensor)]  # calls give none
-        if current() is not None and made:
-            raise NotImplementedError(
-                f"{type(module).__name__} passes {', '.join(made)} to its attention, a bias that the model makes itself"
-            )
-        raise NotImplementedError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
-            "leave it out of the call and of the config"
-        )
+    _refuse_unknown(module, rest, attention_mask)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     latents = latents_of(module)
     if not torch.compiler.is_compiling() and (record := under_trial()) is not None:
@@ -199,6 +193,21 @@ def attention_function(
     w_k, w_v = weights(latents[1], key, value)
     rotated = value[0, 0].to(key.dtype)
     return latent_attention(q, key[0, 0], rotated, w_k, w_v, attention_mask, **options)[None], None
+
+
+def _refuse_unknown(module: nn.Module, rest: dict[str, Any], mask: Tensor | None) -> None:
+    """Raise NotImplementedError for keywords that would change the result. mask: the handle, if there is one."""
+    unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
+    if unknown and not (unknown == [ASKED] and mask is not None and _shared(mask)):
+        made = [name for name in unknown if isinstance(rest[name], Tensor)]  # calls give none
+        if current() is not None and made:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {', '.join(made)} to its attention, a bias that the model makes itself"
+            )
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
+            "leave it out of the call and of the config"
+        )
 
 
 def _says(value: object) -> bool:

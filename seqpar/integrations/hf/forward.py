@@ -44,6 +44,7 @@ class Forward(NamedTuple):
     masks: Tensor | None = None  # of each row, the share of mask tokens in its row of the batch, where that scales it
     drops: bool = True  # whether attention drops pairs in training
     callers: set[nn.Module] | None = None  # collects the modules that call attention, in a trial
+    attend: Callable[..., Tensor] | None = None  # computes attention to a cache that is split over ranks
 
 
 class MaskPlaceholder(NamedTuple):

@@ -5,7 +5,8 @@ With a parallel model each rank generates for its own prompts with its own cache
     rank 0   its prompts ──► its cache ──► its tokens, as many as they are
     rank 1   its prompts ──► its cache ──► its tokens
 
-Nothing is sent, and ranks may call it at different times or not at all. Where weights are sharded, a forward gathers
+Nothing is sent, and ranks may call it at different times or not at all. Given ``cache=handle.cache()`` they generate
+together for the same prompts (`generation`). Where weights are sharded, a forward gathers
 them from all ranks, so there every rank must call it, and continues with the others until the last one is done.
 """
 
@@ -26,6 +27,7 @@ from seqpar.data.batch import Reading, read
 from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, implementation, left_out, numbered, register
+from seqpar.integrations.hf.cache import ShardedCache, check_generation, unsplit
 from seqpar.integrations.hf.config import text_of
 from seqpar.integrations.hf.experts import can_ask
 from seqpar.integrations.hf.forward import LayerPlans, planned
@@ -211,12 +213,40 @@ class TransformerHandle(ParallelModel):
         with super().local(), implementation(self.text, attention), forgotten(self._rotaries):
             yield
 
+    def cache(self, capacity: int | None = None) -> ShardedCache:
+        """A cache that is split over the ranks, for ``model.generate(ids, cache=handle.cache())``.
+
+        It makes the call a collective: all ranks give the same ids, and get the same tokens. Each rank keeps the keys
+        that it computes from a prompt, and its share of those that come later. The cache can be used again for the next
+        turn, with all ids so far. capacity: tokens of a sequence to allocate memory for; None grows by doubling.
+
+        Raises: NotImplementedError naming what of the model it does not serve, and for transformers before 5.24.
+        """
+        if reasons := unsplit(self.model, self.fit, alone=self.text is self.model, rewritten=bool(self._replaced)):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} with a cache that is split over ranks: {', and '.join(reasons)}; "
+                "generate on each rank, without cache=handle.cache()"
+            )
+        return ShardedCache(self.comm, capacity)
+
     def _generate(self, name: str, generate: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """What a model's own method generates for the prompts of this rank alone.
+        """What a model's own method generates for the prompts of this rank alone, or of all with a split cache.
 
         Raises: NotImplementedError for ``generate_batch`` on sharded weights, where ranks cannot stay in step.
         """
         sharded = by_fsdp(self.model)
+        if any(isinstance(each, ShardedCache) for each in named.values()) and not self.inactive:
+            with agreement(f"{type(self.model).__name__}.{name} with a cache", self.comm, every=True):
+                check_generation(self.model, name, args, named)
+                if sharded is not None and len(sharded.ranks) not in (1, self.comm.size):
+                    raise NotImplementedError(
+                        f"{sharded.who} shards weights over {len(sharded.ranks)} ranks, and the cache is split over "
+                        f"{self.comm.size}; split it over the same ranks"
+                    )
+            try:
+                return generate(*args, **named)
+            finally:
+                self._reshard()
         if sharded is None or len(sharded.ranks) == 1:
             with self.local():
                 return generate(*args, **named)
@@ -230,8 +260,12 @@ class TransformerHandle(ParallelModel):
             with self.local():
                 return generate(*args, **named | {"synced_gpus": True})  # transformers itself does not see fully_shard
         finally:
-            for module in sharded_modules(self.model):  # the last forward leaves some weights whole
-                module.reshard()
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Give back the weights that the last forward of generation has left whole."""
+        for module in sharded_modules(self.model):
+            module.reshard()
 
     def _install(self) -> None:
         model, undone = self.model, self._undone

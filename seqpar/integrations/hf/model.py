@@ -27,7 +27,9 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.data import Share
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
+from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import PARALLEL, replaced
+from seqpar.integrations.hf.cache import ShardedCache
 from seqpar.integrations.hf.forward import Forward, during
 from seqpar.integrations.hf.handle import TransformerHandle
 from seqpar.integrations.hf.heads import HeadCall, LocalHead
@@ -39,6 +41,7 @@ from seqpar.integrations.hf.request import UNREAD, BatchCall, arguments_of, chec
 from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
+from seqpar.plan import Plan
 from seqpar.private.torch import forward_hooks
 
 
@@ -87,6 +90,9 @@ class ParallelTransformer(TransformerHandle):
                 return before(*args, **named)
             if whole:
                 self._guard.note_passed()
+                given = dict(zip(parameters(type(module)), args)) | named
+                if isinstance(cache := given.get("cache"), ShardedCache):
+                    return self._cached_forward(cache, before, given)
                 if self.fit.local_head is not None:
                     return self._local_head_forward(self.fit.local_head, before, args, named)
             return self._forward(module, before, args, named)
@@ -113,6 +119,34 @@ class ParallelTransformer(TransformerHandle):
             raise
         finally:
             self._hidden = kept
+
+    @uncompiled
+    def _cached_forward(self, cache: ShardedCache, before: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """A call with a cache that is split over the ranks."""
+        refuse_transforms(f"parallelize({type(self.model).__name__})")
+        from seqpar.integrations.hf.generation import cached_forward
+
+        def check() -> None:
+            if cache.comm is not self.comm:
+                raise ValueError(f"{type(self.model).__name__} got the cache of another handle; give it its own")
+            if cache.past is None and self.comm.size > 1:
+                self._guard.check(self.model, passed=True)
+                self._guard.check_modules()
+
+        def plans(lengths: Ints) -> Plan:
+            return self._plans(lengths, self.comm.size, brought=None)
+
+        running, self._running = self._running, True
+        try:
+            arguments = {name: x for name, x in given.items() if name != "cache"}
+            how = check, plans, self._checks.gather
+            return cached_forward(self.model, self._last, before, cache, arguments, *how)
+        except BaseException as error:  # Ctrl-C too
+            if cache.step is not None:
+                self._fail(error)
+            raise
+        finally:
+            self._running, cache.step = running, None
 
     @uncompiled
     def _share(

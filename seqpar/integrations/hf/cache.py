@@ -1,0 +1,280 @@
+"""A transformers cache whose rows lie on several ranks, and attention of few new tokens with it.
+
+A rank keeps the keys that it computed from a prompt, and never sends them away for good. With few new tokens every rank
+computes these, one rank of each sequence keeps their keys, and each attends to its own keys::
+
+    rank 0   q (all heads) ──► its keys ──► out, lse ─┐
+    rank 1   q (all heads) ──► its keys ──► out, lse ─┼──► merge_ranks: the same bits on every rank
+    rank 2   q (all heads) ──► its keys ──► out, lse ─┘
+
+The heads of a group are rows of one key head there, so that each key is read once. Which rank holds which row is a
+`seqpar.facts.past.Past`, equal on all ranks; the rows of a sequence are in position order on each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from seqpar.comm import Comm, LocalComm
+from seqpar.facts.layout import Layout
+from seqpar.facts.mask import Mask
+from seqpar.facts.past import Past
+from seqpar.facts.value import Ints
+from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.positions import COLUMNS
+from seqpar.integrations.hf.rotary import lengthy
+from seqpar.kernels import merge
+from seqpar.ops import attention
+from seqpar.ops.attention.merging import merge_ranks
+from seqpar.plan import Plan
+
+# Options of generation that need rows of a cache to be taken back, or another cache.
+REFUSED = (
+    "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "cache_implementation",
+    "output_attentions", "output_hidden_states", "inputs_embeds", "custom_generate",
+)  # fmt: skip
+ROOM = 64  # rows of a sequence on a rank to allocate beyond those that are needed
+
+
+@dataclass(eq=False)
+class CacheStep:
+    """A forward with a cache, on this rank, until it has succeeded.
+
+    past: with the new rows. before: rows of each sequence that this rank has kept so far. source: rows of the layers'
+    input whose keys this rank keeps; sequence, row: where, on the host. seen: positions [B, S] of few new tokens, -1 of
+    padding; None if the tokens are shared out. earlier: whether there were rows before.
+    """
+
+    past: Past
+    source: Tensor
+    sequence: Tensor
+    row: Tensor
+    seen: Ints | None
+    earlier: bool
+    kept: set[int] = field(default_factory=set)  # layers that have updated the cache
+    plans: dict[Any, Plan] = field(default_factory=dict)  # of a rank's own keys, by rule and rows of the memory
+
+    @classmethod
+    def of(cls, past: Past, earlier: Past, rank: int, owned: Ints, source: Ints, tokens: Ints, seen: Ints | None,
+           device: torch.device) -> CacheStep:  # fmt: skip
+        """The step after which `past` holds.
+
+        owned: packed numbers of new tokens that this rank keeps, ascending. source: their rows in the layers' input.
+        tokens: the new tokens of each sequence.
+        """
+        sequence = np.searchsorted(np.cumsum(tokens), owned, side="right")
+        row = earlier.counts()[rank][sequence] + np.arange(owned.size) - np.searchsorted(sequence, sequence)
+        on = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (source, sequence, row)]
+        return cls(past, *on, seen, bool(earlier.lengths().any()))
+
+    def local(self, rule: Rule, rank: int, memory: int, group: int) -> Plan:
+        """The plan of few new tokens, in `group` rows each, over a rank's own keys. memory: rows of a sequence."""
+        key = rule, memory, group
+        if key not in self.plans:
+            assert self.seen is not None
+            last = self.past.before(rank, self.seen + 1)
+            first = np.zeros_like(last) if rule.left is None else self.past.before(rank, self.seen - rule.left)
+            start = np.arange(len(last))[:, None] * memory
+            seen = self.seen >= 0
+            lo, hi = (np.repeat(np.where(seen, start + x, 0).ravel(), group) for x in (first, last))
+            keys = self.past.sequences * memory
+            mask = Mask.from_bounds(lo, hi, kv_tokens=keys)
+            self.plans[key] = Plan(mask, Layout.contiguous(lo.size, 1), kv_layout=Layout.contiguous(keys, 1))
+        return self.plans[key]
+
+
+class ShardedCache(Cache):
+    """The keys and values of some sequences, split over the ranks of a comm; made by ``handle.cache()``.
+
+    comm: of the parallel model. capacity: tokens of a sequence to allocate memory for; None grows by doubling.
+    """
+
+    is_croppable = False
+    is_linear = (False,)
+
+    def __init__(self, comm: Comm, capacity: int | None = None) -> None:
+        if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+            raise ValueError(f"cache(capacity={capacity!r}), expected a number of tokens of a sequence, or None")
+        super().__init__(layers=[])
+        self.comm, self.capacity = comm, capacity
+        self.step: CacheStep | None = None
+        self._alone = LocalComm()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows, for other prompts."""
+        self.past: Past | None = None
+        self.columns = 0  # of input_ids so far, padding included
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [sequences, rows, heads, dim]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The columns of ``input_ids`` so far, those of padding included."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The keys that come with a layer's queries, and 0: plans know of the others."""
+        return query_length, 0
+
+    def begin(self, step: CacheStep) -> None:
+        """A forward begins on this rank; until `commit` the cache holds what it held."""
+        if self.past is None:
+            self._memory = {}  # of a forward that failed, perhaps with other sequences
+        self.step = step
+
+    def commit(self, columns: int) -> None:
+        """The forward has succeeded with so many columns of tokens."""
+        assert self.step is not None
+        self.past, self.columns = self.step.past, self.columns + columns
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the rows of a layer that are this rank's.
+
+        key_states [B, H_kv, S, D], value_states [B, H_kv, S, D_v] -> themselves, or if shared-out tokens have earlier
+        ones, all of this rank's rows [1, H_kv, N, D], sequence after sequence.
+        """
+        step = self.step
+        if step is None:
+            raise RuntimeError(
+                "a layer uses the cache of a parallel model outside its forward: give it to generate or to the forward "
+                "of the model of its handle, before undo() and outside local()"
+            )
+        if layer_idx in step.kept:
+            raise NotImplementedError(f"layer {layer_idx} updates its cache twice in a forward, which is not supported")
+        step.kept.add(layer_idx)
+        own = []
+        for n, x in enumerate((key_states, value_states)):
+            rows = x.detach().transpose(1, 2).flatten(0, 1)
+            memory = self._room(layer_idx, n, rows)
+            memory[step.sequence, step.row] = rows[step.source]
+            own.append(memory)
+        self._memory[layer_idx] = own[0], own[1]
+        if step.seen is not None or not step.earlier:
+            return key_states, value_states
+        counts = step.past.counts()[self.comm.rank]
+        held = [[x[b, : int(count)] for b, count in enumerate(counts)] for x in own]
+        keys, values = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in held)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def _room(self, layer: int, n: int, like: Tensor) -> Tensor:
+        """The memory of a layer's keys (0) or values (1), with room for the step's rows."""
+        assert self.step is not None
+        past = self.step.past
+        need, before = int(past.counts()[self.comm.rank].max()), None
+        if layer in self._memory:
+            before = self._memory[layer][n]
+            if before.shape[1] >= need:
+                return before
+        rows = need + ROOM if before is None else max(need, 2 * before.shape[1])
+        if before is None and self.capacity is not None:
+            rows = max(need, -(-self.capacity // self.comm.size))
+        memory = like.new_zeros(past.sequences, rows, *like.shape[1:])
+        if before is not None:
+            memory[:, : before.shape[1]] = before
+        return memory
+
+    def attend(
+        self, module: nn.Module, q: Tensor, rule: Rule, *, scale: float | None, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of few new tokens to all ranks' keys: q [B, H, S, D] -> [B, S, H, D_v]. A collective."""
+        step, layer = self.step, getattr(module, "layer_idx", None)
+        if step is None or layer not in step.kept:
+            raise NotImplementedError(
+                f"{type(module).__name__} attends to keys that it has not given to its cache, as layers that share "
+                "keys do; generate on each rank, without cache=handle.cache()"
+            )
+        keys, values = self._memory[layer]
+        (b, h, s, d), (rows, h_kv) = q.shape, keys.shape[1:3]
+        group = h // h_kv
+        plan = step.local(rule, self.comm.rank, rows, group)
+        grouped = q.view(b, h_kv, group, s, d).permute(0, 3, 2, 1, 4).reshape(b * s * group, h_kv, d)
+        out, lse = attention(
+            grouped, keys.flatten(0, 1), values.flatten(0, 1), plan, self._alone, scale=scale, softcap=softcap,
+            return_lse=True,
+        )  # fmt: skip
+        out = out.view(b * s, group, h_kv, -1).transpose(1, 2).reshape(b * s, h, -1)
+        out, lse = merge_ranks(out, lse.view(b * s, group, h_kv).transpose(1, 2).reshape(b * s, h), self.comm)
+        if sinks is not None:  # once, and not on every rank
+            out, _ = merge(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
+        return out.to(q.dtype).view(b, s, h, -1)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence ``n`` becomes a copy of sequence ``beam_idx[n]``; each rank reorders its own rows."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences with these numbers, in this order."""
+        if self.past is not None:
+            self.past = self.past.pick(indices.tolist())
+            self._memory = {
+                layer: (k.index_select(0, indices.to(k.device)), v.index_select(0, indices.to(v.device)))
+                for layer, (k, v) in self._memory.items()
+            }
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make so many copies of every sequence."""
+        if self.past is not None:
+            self.batch_select_indices(torch.arange(self.past.sequences).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise NotImplementedError: rows stay where they came to."""
+        raise NotImplementedError(f"crop({tokens_to_remove}) of a cache that is split over ranks; reset() it instead")
+
+    def describe(self) -> str:
+        """The rows and bytes of each rank, as text."""
+        if self.past is None:
+            return f"an empty cache on {self.comm.size} ranks"
+        row = sum(x[0, 0].numel() * x.element_size() for pair in self._memory.values() for x in pair)
+        lines = [f"{self.past.sequences} sequences of {', '.join(map(str, self.past.lengths()[:8]))} tokens"]
+        for rank, rows in enumerate(self.past.counts().sum(1).tolist()):
+            lines.append(f"rank {rank}: {rows} rows, {rows * row} bytes")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"ShardedCache({self.past!r}, {self.columns} columns)"
+
+
+def unsplit(model: PreTrainedModel, fit: Any, *, alone: bool, rewritten: bool) -> list[str]:
+    """Why the cache of a model cannot be split over ranks. fit: the findings on it."""
+    taken = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    config = model.config.get_text_config()
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    rules = [rule for rule in fit.rules if not rule.causal or rule.block or rule.chunk is not None]
+    reasons = {
+        f"transformers {transformers.__version__} takes no cache by that name, 5.24 does": "cache" not in taken,
+        "it generates no tokens": not isinstance(model, GenerationMixin) or fit.head is None,
+        "its text model is inside a model of images": not alone,
+        "its recurrent layers or convolutions have states instead of keys": fit.recurrent,
+        "it computes attention outside transformers' interface": rewritten,
+        f"{shared} of its layers share the keys of others": bool(shared),
+        "its rotary embeddings depend on the length": bool(lengthy(model)),
+        f"layers see keys by {rules[:1]}": bool(rules),
+        "its layers keep latents or indices": any(hasattr(config, name) for name in ("kv_lora_rank", "index_topk")),
+        "it counts positions itself": fit.counting != COLUMNS,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def check_generation(model: PreTrainedModel, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for a call of a method that generates, with a split cache, that is not served."""
+    config = named.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    wanted = {**{option: getattr(config, option, None) for option in REFUSED}, **named}
+    refused = [f"{option}={wanted[option]!r:.60}" for option in REFUSED if wanted.get(option)]
+    if name != "generate":
+        refused.append(name)
+    if refused:
+        raise NotImplementedError(
+            f"{type(model).__name__}.{name} with a cache that is split over ranks does not serve {', '.join(refused)}; "
+            "leave it out, or generate on each rank, without cache=handle.cache()"
+        )
