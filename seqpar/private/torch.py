@@ -30,6 +30,7 @@ names = PrivateNames(
             _ForceDispatchKeyGuard _are_functorch_transforms_active _construct_storage_from_data_pointer
             _current_autograd_node _current_graph_task_id _dispatch_tls_local_exclude_set
             _dispatch_tls_local_include_set _is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack
+            _len_torch_function_stack
             _storage_Use_Count
         """,
         "torch._C._autograd": """
@@ -52,6 +53,7 @@ names = PrivateNames(
         "torch._subclasses.fake_tensor": """
             DataDependentOutputException DynamicOutputShapeException FakeTensorMode
         """,
+        "torch.overrides": "_pop_mode_temporarily",
         "torch.utils._python_dispatch": """
             TorchDispatchMode _get_current_dispatch_mode_stack is_traceable_wrapper_subclass
         """,

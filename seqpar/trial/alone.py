@@ -7,7 +7,7 @@ and where others take what modules inside return, as transformers takes router l
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
@@ -35,9 +35,16 @@ def in_a_trial(module: nn.Module, forward: Callable[[Tensor], object], like: Ten
     """
     if reasons := dropping(module):
         return ", and ".join(reasons)
+    with ExitStack() as stack:
+        while torch_private.len_torch_function_stack():  # modes around may refuse random numbers, and note what is read
+            stack.enter_context(torch_private.pop_mode_temporarily())
+        return _tried(module, forward, like)
+
+
+def _tried(module: nn.Module, forward: Callable[[Tensor], object], like: Tensor) -> str:
+    """Why a module cannot be called for some rows at a time, with no mode around."""
     count = next(n for n in ROWS if n != like.shape[-1])
-    with torch_private.DisableTorchFunction():  # a mode around may refuse random numbers
-        x = random_rows((*[1] * (like.dim() - 2), count, like.shape[-1]), like.detach(), seed=1)
+    x = random_rows((*[1] * (like.dim() - 2), count, like.shape[-1]), like.detach(), seed=1)
     try:
         with torch.no_grad(), saved(module) as state, Deterministic():
             out, left = forward(x), state.left()
