@@ -5,10 +5,13 @@ CI runs a part of the settings, `make exhaustive` all of them, and ``python -m b
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from bench.cpu.diffusion import RESULTS, table
 from tests.integrations.diffusers_classes import TABLE, classes, made
 from tests.integrations.diffusers_verdicts import FIT, SETTINGS, Setting, verdict
 
@@ -25,3 +28,9 @@ def test_a_class_is_exact_or_refused_by_name(name: str, setting: Setting) -> Non
 
 def test_the_table_has_all_classes_but_a_few() -> None:
     assert len(HERE) >= len(classes()) - 1
+
+
+def test_the_page_has_the_table_of_the_record() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert rows.keys() == TABLE.keys()
+    assert table(rows) in (Path(__file__).parents[2] / "docs/diffusers.md").read_text()
