@@ -287,8 +287,10 @@ def _lines(ladder: Ladder) -> Iterator[str]:
         where = "layers" if part == slice(0, layers) else f"layers[{part.start or ''}:{part.stop % layers or ''}]"
         yield f"for layer in {where}:"
         if policy in ("tiled", "offload"):
-            yield "    for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):"
-            yield f"        seqpar.train.tile(part, {TILE})"
+            mlp = "" if ladder.model.sparse_count else ' or name == "mlp"'  # experts cannot be tiled
+            yield "    for name, part in layer.named_children():"
+            yield f'        if name.endswith("norm"){mlp}:'
+            yield f"            seqpar.train.tile(part, {TILE})"
         how = {"keep-attention": ", save_attention=True", "offload": ", offload=True"}.get(policy, "")
         yield f"    seqpar.train.recompute(layer{how})"
     if mix.rest in ("tiled", "offload"):

@@ -199,8 +199,13 @@ class ModelShape:
         if self.recompute in ("none", "attention"):
             return 3 * self.linear_flops + expanding
         # a tile is computed once more, but for its last product
-        again = 2 * self._ffn_matrices(self.active_experts) * (self.recompute in ("tiled", "offload"))
+        again = 2 * self._ffn_matrices(self.active_experts) * self.tiles_ffn
         return 4 * self.linear_flops + expanding + again * (4 if self.gated else 3) // 6
+
+    @property
+    def tiles_ffn(self) -> bool:
+        """Whether the ffn runs in tiles; experts cannot."""
+        return self.recompute in ("tiled", "offload") and not self.sparse_count
 
     @property
     def attends_again(self) -> bool:
@@ -291,6 +296,8 @@ class ModelShape:
         tiled = mixer - norm  # norms keep their input alone; the ffn's tiles are gone when the mixer's backward begins
         if self.qk_norm and not fused_norms:
             tiled += 8 * self.heads * self.dim  # two float32 copies in the backward of the queries' norm
+        if not self.tiles_ffn:
+            tiled = mixer + widest - 2 * norm
         return (0, tiled + block) if self.recompute == "offload" else (self.layers * block, tiled - block)
 
     @property
@@ -306,7 +313,7 @@ class ModelShape:
         They are those of its ffn and its output; with a tiled ffn those of its output and of attention's tensors.
         """
         size = DTYPE_BYTES[self.dtype]
-        if self.recompute not in ("tiled", "offload"):
+        if not self.tiles_ffn:
             return size * 2 * (self._widest + self.hidden)
         attention = self.heads * (self.dim + self.values) * size + self.row_bytes
         return size * self.hidden + attention * (self.attention_count > 0)
