@@ -225,7 +225,7 @@ class ShardedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make so many copies of every sequence."""
         if self.past is not None:
-            self.batch_select_indices(torch.arange(self.past.sequences).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.past.sequences, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise NotImplementedError: rows stay where they came to."""
