@@ -194,6 +194,11 @@ class Call(Record):
     seed: int  # of dropout, or 0
     uploaded: UploadedSteps = field(init=False)
 
+    @property
+    def name(self) -> str:
+        """The call in messages."""
+        return f"{self.signature.verb}, call {self.tag.call}"
+
     def message(self, phase: Phase, stage: int) -> Tag:
         """The tag of one of its exchanges; repeated backward passes have their own numbers."""
         repeat = max(0, self.passes - 1)

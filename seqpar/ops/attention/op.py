@@ -13,8 +13,7 @@ a part's tensors are views, the inputs and results that they view are saved inst
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ def computed(call: Call, kernel: Kernel, tensors: Sequence[Any], *, saves: bool)
     """
     *qkv, sinks, slopes = tensors
     q, k, v = map(near, qkv)
-    with _computing(call, q):
+    with abort_on_error(call.comm, call.name), no_autocast(q.device.type), current_device_of(q):
         out, lse, parts = forward(call, kernel, q, k, v, sinks, slopes)
         top = largest(call, parts) if call.signature.return_max_logit else lse.new_empty(0)
     saved: list[Tensor | None] = []
@@ -101,14 +100,6 @@ def computed(call: Call, kernel: Kernel, tensors: Sequence[Any], *, saves: bool)
         for part, own in zip(call.recipe.parts, parts, strict=True):
             saved += _saved(part, own, (q, k, v), call.recipe.widths[part.width].views)
     return [out, lse, top], saved
-
-
-@contextmanager
-def _computing(call: Call, x: Tensor) -> Iterator[None]:
-    """The context of a call's exchanges and kernels, on the device of a tensor."""
-    name = f"{call.signature.verb}, call {call.tag.call}"
-    with abort_on_error(call.comm, name), no_autocast(x.device.type), current_device_of(x):
-        yield
 
 
 def _usable(recipe: Recipe, plan: Plan, comm: Comm, signature: Signature) -> Recipe:
@@ -181,7 +172,7 @@ def differentiated(call: Call, kernel: Kernel, saved: Sequence[Any], grads: Tens
     parts = [
         _restored(call, part, inside[5 * n : 5 * n + 5], out, lse, slopes) for n, part in enumerate(call.recipe.parts)
     ]
-    with _computing(call, out):
+    with abort_on_error(call.comm, call.name), no_autocast(out.device.type), current_device_of(out):
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv, dsinks = backward(call, kernel, parts, sinks, dout, dlse)
     dtype = call.signature.dtype

@@ -230,40 +230,28 @@ def check_tensors(
     plan: Plan, comm: Comm,
 ) -> None:  # fmt: skip
     """Raise TypeError, ValueError or NotImplementedError for an invalid plan, or tensors that do not match it."""
-    latents = expansion is not None
-    named = {"q": q, "k": k, "v": v} if expansion is None else {"q": q, "latent": k, "rotated": v, **expansion.weights}
-    names = ", ".join(named)
     if not isinstance(plan, Plan):
-        verb = "latent_attention" if latents else "attention"
+        verb = "attention" if expansion is None else "latent_attention"
         raise ValueError(f"{verb}: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
-    for name, x in (*named.items(), ("sinks", sinks), ("alibi_slopes", slopes)):
-        if not isinstance(x, Tensor) and not (x is None and name in ("sinks", "alibi_slopes")):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__} {x!r:.200}")
-    if not all([x.dim() == 3 for x in named.values()]) or latents and not k.shape[1] == v.shape[1] == 1:
-        if latents:
-            raise ValueError(f"{LATENTS}, got {_shapes(named)}; drop or fold the batch dimension")
-        raise ValueError(
-            f"q, k, v must be packed [rows, heads, dim], got {_shapes(named)}; drop or fold the batch dimension"
-        )
-    if not all([x.dtype == q.dtype for x in named.values()]):
-        raise ValueError(f"{names} must have one dtype, got {', '.join(str(x.dtype) for x in named.values())}")
-    if not all([x.device == q.device for x in named.values()]):
-        raise ValueError(f"{names} must be on one device, got {', '.join(str(x.device) for x in named.values())}")
-    if q.is_meta:
-        raise NotImplementedError(
-            f"{names} are on the meta device, which holds no values to attend to; load the weights first"
-        )
-    if latents:
-        _check_latents(named)
+    given = (q, k, v) if expansion is None else (q, k, v, expansion.w_k, expansion.w_v)
+    for x in given:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype != q.dtype or x.device != q.device or x.is_meta:
+            raise _differing(_named(q, k, v, expansion), latents=expansion is not None)
+    for name, extra in (("sinks", sinks), ("alibi_slopes", slopes)):
+        if extra is not None and not isinstance(extra, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(extra).__name__} {extra!r:.200}")
+    if expansion is not None:
+        _check_latents(_named(q, k, v, expansion))
     else:
         (_, heads, dim), (_, kv_heads, v_dim) = q.shape, v.shape
         if k.shape[:2] != v.shape[:2] or k.shape[2] != dim or 0 in (heads, kv_heads, dim, v_dim):
-            raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {_shapes(named)}")
+            shapes = _shapes(_named(q, k, v, expansion))
+            raise ValueError(f"expected q [T, H, D], k [T_kv, H_kv, D], v [T_kv, H_kv, D_v], got {shapes}")
         if heads % kv_heads:
             raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
     for x in (q, k, v):
         if x.stride(2) != 1 and x.shape[2] > 1 and x.numel():
-            first = ", ".join(list(named)[:3])
+            first = ", ".join(list(_named(q, k, v, expansion))[:3])
             raise ValueError(f"the last dimension of {first} must be dense (stride 1); call .contiguous()")
     if plan.ranks != comm.size:
         raise ValueError(
@@ -271,8 +259,32 @@ def check_tensors(
         )
 
 
+def _named(q: Tensor, k: Tensor, v: Tensor, expansion: Expansion | None) -> dict[str, Tensor]:
+    """A call's tensors by the names that messages give them."""
+    return {"q": q, "k": k, "v": v} if expansion is None else {"q": q, "latent": k, "rotated": v, **expansion.weights}
+
+
+def _differing(named: Mapping[str, object], *, latents: bool) -> Exception:
+    """Why a call's tensors cannot be computed with each other."""
+    names, tensors = ", ".join(named), {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    if wrong := next((name for name in named if name not in tensors), None):
+        return TypeError(f"{wrong} must be a tensor, got {type(named[wrong]).__name__} {named[wrong]!r:.200}")
+    if not all(x.dim() == 3 for x in tensors.values()):
+        expected = LATENTS if latents else "q, k, v must be packed [rows, heads, dim]"
+        return ValueError(f"{expected}, got {_shapes(tensors)}; drop or fold the batch dimension")
+    if len({x.dtype for x in tensors.values()}) > 1:
+        return ValueError(f"{names} must have one dtype, got {', '.join(str(x.dtype) for x in tensors.values())}")
+    if len({x.device for x in tensors.values()}) > 1:
+        return ValueError(f"{names} must be on one device, got {', '.join(str(x.device) for x in tensors.values())}")
+    return NotImplementedError(
+        f"{names} are on the meta device, which holds no values to attend to; load the weights first"
+    )
+
+
 def _check_latents(named: dict[str, Tensor]) -> None:
     """Raise ValueError for tensors of latent attention whose shapes contradict each other."""
+    if not named["latent"].shape[1] == named["rotated"].shape[1] == 1:
+        raise ValueError(f"{LATENTS}, got {_shapes(named)}; drop or fold the batch dimension")
     (_, heads, dim), (rows, _, rank), (others, _, rotated), w_k, w_v = (x.shape for x in named.values())
     as_said = rows == others and w_k == (heads, dim - rotated, rank) and w_v == (heads, w_v[1], rank)
     if not as_said or 0 in (heads, dim - rotated, rank, w_v[1]):
