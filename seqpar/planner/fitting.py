@@ -86,7 +86,7 @@ class Ladder:
 
     @property
     def lines(self) -> str:
-        """Lines to paste into a program that has ``model`` (of transformers), ``comm`` and ``lengths``."""
+        """Lines to paste into a program that has ``model``, ``comm`` and ``lengths``; see `lines`."""
         return "\n".join(_lines(self))
 
     def facts(self) -> dict[str, Any]:
@@ -129,7 +129,8 @@ def fit(
     Raises: ValueError for arguments out of range, and for a document that fits no rung: the error says how many bytes
     are missing, and three changes with which it fits.
     """
-    ranks, machine, training = integer("ranks", ranks, 1, RANKS), Hardware.of(hardware), training or Training()
+    ranks, machine = integer("ranks", ranks, 1, RANKS), Hardware.of(hardware)
+    training = Training() if training is None else training
     if not isinstance(training, Training):
         raise ValueError(f"training must be a Training or None, got {training!r:.100}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < float("inf"):
@@ -145,7 +146,8 @@ def fit(
             guesses.append((at, *guess))
     if not guesses:
         at = Machine(shape, machine, training, ranks)
-        raise ValueError(_refusal(batch, at if batch.longest > at.longest(names) else at.of(2), names))
+        at = at if batch.longest > at.longest(names) else at.of(2)
+        raise ValueError(_refusal(batch, at, names, chosen=rungs is not None))
     least = min(seconds for _, seconds, _, _ in guesses)
     found = [
         batch.planned(at, mix, memory) for at, seconds, mix, memory in guesses if seconds <= least * (2 + tolerance)
@@ -208,27 +210,33 @@ def _cells(rung: LadderRow) -> list[str]:
     ]  # fmt: skip
 
 
-def _refusal(batch: Batch, at: Machine, names: Sequence[str]) -> str:
-    """Why the longest document fits no rung, and three changes with which it does."""
+def _gb(size: int) -> str:
+    """Bytes in words: 12.3 GB."""
+    return f"{size / GB:.1f} GB" if size >= GB // 10 else f"{size / GB:.3g} GB"
+
+
+def _refusal(batch: Batch, at: Machine, names: Sequence[str], *, chosen: bool) -> str:
+    """Why the longest document fits no rung, and three changes with which it does. chosen: the rungs, by the caller."""
     rows = -(-batch.longest // at.ranks)
     missing, limit, has, mix = min(
         (limit.bytes(rows) - has, limit, has, part[-1])
         for part in at.mixes(names)
         for limit, has in [max(at.memory(part[-1]).limits, key=lambda each: each[0].bytes(rows) - each[1])]
     )
-    where = "the host" if limit.name == "host" else "a rank"
-    ways = list(islice(_ways(batch, at, names), 3))
+    ways = list(islice(_ways(batch, at, names, chosen=chosen), 3)) or [
+        "a smaller model, since no single change here suffices"
+    ]
     return (
         f"a document of {batch.longest:,} tokens fits {at.ranks} ranks of {at.hardware.name} on no rung: with {mix}, "
-        f"{where} needs {limit.bytes(rows) / GB:.1f} GB {WORDS[limit.name]} and has {has / GB:.1f} GB, "
-        f"{missing / GB:.1f} GB too little; give {', '.join(ways[:-1])}{', or ' * (len(ways) > 1)}{ways[-1]}"
+        f"a rank needs {_gb(limit.bytes(rows))} {WORDS[limit.name]} and has {_gb(has)}, "
+        f"{_gb(missing)} too little; give {', '.join(ways[:-1])}{', or ' * (len(ways) > 1)}{ways[-1]}"
     )
 
 
-def _ways(batch: Batch, at: Machine, names: Sequence[str]) -> Iterator[str]:
+def _ways(batch: Batch, at: Machine, names: Sequence[str], *, chosen: bool) -> Iterator[str]:
     """Changes with which the longest document fits, each confirmed by the same counts."""
 
-    def fits(changed: Machine, names: Sequence[str] = names) -> bool:
+    def fits(changed: Machine) -> bool:
         return changed.longest(names) >= batch.longest
 
     more = at.ranks
@@ -241,7 +249,7 @@ def _ways(batch: Batch, at: Machine, names: Sequence[str]) -> Iterator[str]:
         yield f"documents of at most {longest:,} tokens"
     roomy = at._replace(training=replace(at.training, host_bytes=1 << 60))
     tokens = min(batch.longest, roomy.longest(list(RUNGS)))
-    for held in (at.training.state_on_host, True):
+    for held in () if chosen else (at.training.state_on_host, True):
         memory, rows = roomy.memory(Mix(0, "offload", "offload", False, held)), -(-tokens // at.ranks)
         if tokens and memory.rows >= rows and memory.host is not None:
             size = -(-memory.host.bytes(rows) // GB) * GB
@@ -250,8 +258,9 @@ def _ways(batch: Batch, at: Machine, names: Sequence[str]) -> Iterator[str]:
                 yield host if tokens == batch.longest else f"documents of at most {tokens:,} tokens with {host}"
             break
     rows = -(-batch.longest // at.ranks)
-    policies = [RUNGS[name][0] for name in names if name not in HOST]
-    needed = min(at.memory(Mix(0, policy, policy)).bytes(rows) for policy in policies)
+    policies = [RUNGS[name][0] for name in names if name not in HOST] or [RUNGS[HOST[0]][0]]
+    whole = list(names) == ["plain"]
+    needed = min(at.memory(Mix(0, policy, policy, whole)).bytes(rows) for policy in policies)
     size = -(-((needed + at.hardware.reserve) * SLACK // (SLACK - 1) + SLACK) // GB) * GB
     if fits(at._replace(hardware=replace(at.hardware, memory=size))):
         yield f"a machine with {size / GB:.0f} GB for each rank"
@@ -305,5 +314,6 @@ def _lines(ladder: Ladder) -> Iterator[str]:
     yield "for layer in layers:"
     yield f"    fully_shard(layer, {given}, reshard_after_forward={t.reshard})"
     yield f"fully_shard(model, {given})"
-    machine = f'"{ladder.hardware.name}"' if ladder.hardware.name in PRESETS else "hardware"
+    preset = ladder.hardware.name in PRESETS and ladder.hardware == Hardware.preset(ladder.hardware.name)
+    machine = f'"{ladder.hardware.name}"' if preset else "hardware"
     yield f"parts = seqpar.plan_step(lengths, {c.ranks}, model=shape, hardware={machine}, max_tokens_per_rank={c.rows})"

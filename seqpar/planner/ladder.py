@@ -130,8 +130,11 @@ class Machine(NamedTuple):
         A list for each pair of rungs with the state on the device, and with it on the host, as far as anything fits
         there.
         """
-        on_host = [False] * (not self.training.state_on_host) + [True] * ("state-on-host" in names)
-        policies = list(dict.fromkeys(RUNGS[name][0] for name in names if not RUNGS[name][1])) or ["none"]
+        if list(names) == ["plain"]:
+            return [[Mix(0, "none", "none", True, self.training.state_on_host)]]
+        on_host = [False] * (not self.training.state_on_host and list(names) != ["state-on-host"])
+        on_host += [True] * (self.training.state_on_host or "state-on-host" in names)
+        policies = list(dict.fromkeys(RUNGS[name][0] for name in names if not RUNGS[name][1]))
         layers, found = self.shape.layers, []
         for held in on_host:
             for rest, first in list(combinations(policies, 2)) or [(policies[0], policies[0])]:

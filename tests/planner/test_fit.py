@@ -112,6 +112,7 @@ def test_the_ways_out_of_a_refusal_fit(model: str, host: int) -> None:
         ({"training": Training(shards=3)}, "shards=3 does not divide the 8 ranks"),
         ({"training": Training(reshard=3)}, "reshard=3 is no divisor of the 8 shards"),
         ({"training": 16}, "training must be a Training or None"),
+        ({"training": 0}, "training must be a Training or None"),
         ({"rungs": ["tile"]}, r"rungs must be some of plain, .*, got \['tile'\]"),
         ({"rungs": []}, "rungs must be some of"),
         ({"rungs": ["full", "offload"]}, r"the rung offload needs memory of the host; give Training\(host_bytes"),
@@ -129,6 +130,21 @@ def test_named_rungs_are_the_ones_taken() -> None:
     ladder = fit([131_072], 8, rungs=["full", "own-loss"])
     assert [rung.name for rung in ladder.rungs] == ["own-loss", "full"]
     assert {ladder.choice.mix.first, ladder.choice.mix.rest} == {"none", "full"}
+
+
+def test_the_only_rung_named_is_the_one_counted() -> None:
+    ladder = fit([8192], 8, rungs=["plain"])
+    assert ladder.choice.mix.whole_logits and ladder.rungs[0].longest == 55_008
+    with pytest.raises(
+        ValueError, match=r"at the loss .* give 16 ranks, documents of at most 55,008 tokens, or a mach"
+    ):
+        fit([57_000], 8, rungs=["plain"])
+    assert fit([8192], 8, rungs=["state-on-host"], training=HOST).choice.mix.state_on_host
+
+
+def test_the_lines_name_a_preset_only_where_it_is_the_machine() -> None:
+    assert 'hardware="h100"' in fit([8192], 8).lines
+    assert "hardware=hardware," in fit([8192], 8, hardware=replace(H100, memory=90 * 10**9)).lines
 
 
 def test_the_facts_are_plain_data_and_a_plan_of_the_choice_is_the_one_counted() -> None:
