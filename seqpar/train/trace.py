@@ -99,12 +99,14 @@ def trace(block: nn.Module, *args: Any, **named: Any) -> BlockBytes:
     number for each row and head are kept, as by seqpar's; what its exchanges need is not a block's. Recurrences and
     experts are measured as the block computes them on a CPU. Trace a block before `parallelize` and `fully_shard`.
 
-    Raises: ValueError without an input, if the number of rows is ambiguous, or if bytes grow faster than rows;
-    NotImplementedError for a block that reads values of its tensors.
+    Raises: TypeError unless block is a module; ValueError without an input, if the number of rows is ambiguous, or if
+    bytes grow faster than rows; NotImplementedError for a block that reads values of its tensors.
     """
     from seqpar.planner.blocks import BlockBytes, PolicyBytes
     from seqpar.planner.shape import TILE
 
+    if not isinstance(block, nn.Module):
+        raise TypeError(f"trace: expected a module, an nn.Module, got {type(block).__name__}")
     _check_rows(x := _input(args, named), args, named)
     measured = partial(_measured, block, args, named, x)
     found = []

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar import LocalComm
 from seqpar.integrations.diffusers import parallelize
 from tests.integrations.diffusers_verdicts import Setting, verdict
 
@@ -311,3 +312,16 @@ def test_a_mask_made_of_given_labels_is_right_or_refused(ranks: int, alike: bool
 
     found = verdict(partial(made, rule, given, None), Setting(ranks, 2, False), parallelize)
     assert found.startswith(("exact", "refused")), found
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"blocks": ("block",)}, r"blocks=\): no list is called block; the lists of modules are layers$"),
+        ({"whole": ("adapter", "layers")}, r"whole=\): no list is called adapter; the lists of modules are layers$"),
+        ({"blocks": "layers"}, r"blocks='layers'\): give a tuple of names; the lists of modules are layers$"),
+    ],
+)
+def test_names_of_no_list_are_refused_with_those_there_are(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        parallelize(Model(lambda self, h: h), LocalComm(), **options)

@@ -113,6 +113,7 @@ class Sums(nn.Module):
         (Block(), (), ValueError, "of which the first is its input"),
         (Block(), (torch.zeros(1, 7, dtype=torch.int64),), ValueError, "of which the first is its input"),
         (Sums(), (torch.empty(1, 7, H),), NotImplementedError, "Sums reads values of its tensors"),
+        ("block", (torch.empty(1, 7, H),), TypeError, "expected a module, an nn.Module, got str"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(

@@ -44,11 +44,12 @@ def blocks_of(
     """
     known = dict(lists_of(model, inside=True))
     for option, names in (("blocks", blocks or ()), ("whole", whole)):
-        if isinstance(names, str) or (unknown := [name for name in names if name not in known]):
-            told = repr(names) if isinstance(names, str) else ", ".join(unknown)
+        there = f"the lists of modules are {', '.join(known) or 'none'}"
+        if isinstance(names, str):
+            raise ValueError(f"parallelize({name_of(model)}, {option}={names!r}): give a tuple of names; {there}")
+        if unknown := [name for name in names if name not in known]:
             raise ValueError(
-                f"parallelize({name_of(model)}, {option}=): {told} is no tuple of names of lists of modules; "
-                f"these are {', '.join(known) or 'none'}"
+                f"parallelize({name_of(model)}, {option}=): no list is called {', '.join(unknown)}; {there}"
             )
     shared = [name for name, _ in lists_of(model)] if blocks is None else list(blocks)
     seen = set[int]()
