@@ -29,7 +29,7 @@ from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
-from seqpar.facts.value import Ints
+from seqpar.facts.value import Ints, integer
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import COLUMNS
 from seqpar.integrations.hf.rotary import lengthy
@@ -103,8 +103,7 @@ class ShardedCache(Cache):
     is_linear = (False,)
 
     def __init__(self, comm: Comm, capacity: int | None = None) -> None:
-        if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
-            raise ValueError(f"cache(capacity={capacity!r}), expected a number of tokens of a sequence, or None")
+        capacity = None if capacity is None else integer("capacity", capacity, 1)
         super().__init__(layers=[])
         self.comm, self.capacity = comm, capacity
         self.step: CacheStep | None = None

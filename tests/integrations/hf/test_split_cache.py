@@ -229,7 +229,7 @@ def test_refused_calls() -> None:
         own.eval()
         with handle.local(), pytest.raises(RuntimeError, match=r"outside local"):
             own(batch["input_ids"][:, :1], cache=cache)
-        with pytest.raises(ValueError, match="capacity=0"):
+        with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
             handle.cache(capacity=0)
 
     run_threads(2, rank)
