@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.kernels import acc_dtype
 from seqpar.kernels.expanding import Expanding
 from seqpar.ops.attention.call import Call
-from seqpar.ops.attention.op import agreed_call, computed, differentiated
+from seqpar.ops.attention.op import agreed_call, computed, differentiated, fake_results
 from seqpar.ops.attention.signature import Accuracy, Expansion, Options
 from seqpar.ops.attention.source import resolved, values_of
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
@@ -151,10 +150,7 @@ def _fake(q: Tensor, latent: Tensor, rotated: Tensor, w_k: Tensor, w_v: Tensor, 
     if any(x.dim() != 3 for x in (q, latent, rotated, w_k, w_v)):
         shapes = [list(x.shape) for x in (q, latent, rotated, w_k, w_v)]
         raise ValueError(f"q, w_k, w_v must have 3 dimensions, latent and rotated 2, got {shapes}")
-    rows, heads, _ = q.shape
-    ticket, acc = torch.empty((), dtype=torch.int64, device="cpu"), acc_dtype(q.dtype)
-    top = q.new_empty(heads if more[-3] else 0, dtype=acc)
-    return q.new_empty(rows, heads, w_v.shape[1]), q.new_empty(heads, rows, dtype=acc), top, ticket
+    return fake_results(q, w_v.shape[1], scored=more[-3])
 
 
 def _fake_back(

@@ -213,10 +213,15 @@ ATTENTION = CollectiveOp("attention", _run, back=_back, reads_results=True)
 def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
     if any(x.dim() != 3 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {[list(x.shape) for x in (q, k, v)]}")
+    return fake_results(q, v.shape[2], scored=more[-2])
+
+
+def fake_results(q: Tensor, v_dim: int, *, scored: bool) -> tuple[Tensor, ...]:
+    """Output, lse, the largest scores if they are asked for, and the ticket, without values."""
     rows, heads, _ = q.shape
     ticket, acc = torch.empty((), dtype=torch.int64, device="cpu"), acc_dtype(q.dtype)
-    top = q.new_empty(heads if more[-2] else 0, dtype=acc)
-    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(heads, rows, dtype=acc), top, ticket
+    top = q.new_empty(heads if scored else 0, dtype=acc)
+    return q.new_empty(rows, heads, v_dim), q.new_empty(heads, rows, dtype=acc), top, ticket
 
 
 def _fake_back(
