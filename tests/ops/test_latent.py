@@ -271,8 +271,8 @@ def test_wrong_arguments_are_errors_on_all_ranks_before_a_byte_moves(change, wor
 
 def test_large_weights_are_compared_by_a_hash() -> None:
     def run(comm: Comm) -> str:
-        plan, one = Plan(Mask([8]), Layout.contiguous(8, comm.size)), torch.ones(4, 4, 40)
-        w_k, w_v = torch.ones(4, 40, 40), torch.ones(4, 8, 40)
+        plan, one = Plan(Mask([8]), Layout.contiguous(8, comm.size)), torch.ones(4, 4, 12)
+        w_k, w_v = torch.ones(4, 12, 12), torch.ones(4, 8, 12)
         w_k[-1, -1, -1] += comm.rank
         with pytest.raises(ValueError, match="a hash of w_k") as caught:
             seqpar.latent_attention(one, one[:, 0], None, w_k, w_v, plan, comm)

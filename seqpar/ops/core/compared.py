@@ -20,7 +20,7 @@ from seqpar.comm import Comm
 from seqpar.private import torch as torch_private
 
 UNDER_WAY = -1  # the key in `Comm.agreed` of hashes that no rank has compared yet; digests are positive
-FEW = 4096  # elements of a tensor up to which they are compared one by one; of a larger one, a hash
+FEW = 256  # elements of a tensor up to which they are compared, and shown, one by one; of a larger one, a hash
 LATEST = 64  # calls, a step or two of a model: by then the device has long computed the hash
 SPREAD = 0x1E3779B97F4A7C15  # spreads numbers over all bits
 CHUNK = 1 << 20  # elements that are looked at together, so that a large tensor needs little memory in addition
