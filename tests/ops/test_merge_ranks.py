@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar import Comm, LocalComm
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.launch import run_processes, run_threads
+from seqpar.ops.attention.merging import part_of
+from seqpar.testing.oracle import ERROR_GROWTH, dense_attention, relative_rms
 
 T, H, D = 3, 4, 5
 
@@ -51,6 +53,27 @@ def test_processes_get_equal_bits() -> None:
     outs, lses, _, _ = parts_of(3, torch.float32)
     results = run_processes(3, merged, outs, lses)
     assert all(a.equal(b) for other in results for a, b in zip(results[0][:2], other[:2]))
+
+
+def over_ranks(comm: Comm, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of all queries to all keys, of which each rank has a share, in the dtype of q."""
+    own = slice(*(len(k) * n // comm.size for n in (comm.rank, comm.rank + 1)))
+    keys = own.stop - own.start
+    mask = Mask.from_bounds([0] * len(q), [keys] * len(q), kv_tokens=keys)
+    plan = Plan(mask, Layout.contiguous(len(q), 1), kv_layout=Layout.contiguous(keys, 1))
+    out, lse = part_of(q, k[own], v[own], plan)
+    assert out.dtype == lse.dtype == torch.float32
+    return seqpar.merge_ranks(out, lse, comm)[0].to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_more_ranks_round_no_more(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 2, 64, generator=g).to(dtype) for n in (64, 2048, 2048))
+    every = Mask.from_bounds([0] * 64, [2048] * 64, kv_tokens=2048)
+    exact, _ = dense_attention(*(x.double() for x in (q, k, v)), every)
+    error = {n: relative_rms(run_threads(n, over_ranks, q, k, v)[0], exact) for n in (1, 2, 3, 4, 8)}
+    assert max(error.values()) <= ERROR_GROWTH * error[1], error
 
 
 @pytest.mark.parametrize(

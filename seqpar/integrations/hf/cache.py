@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from seqpar.comm import Comm, LocalComm
+from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
@@ -34,8 +34,8 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import COLUMNS
 from seqpar.integrations.hf.rotary import lengthy
 from seqpar.kernels import merge
-from seqpar.ops import attention
-from seqpar.ops.attention.merging import merge_ranks
+from seqpar.ops.attention.merging import merge_ranks, part_of
+from seqpar.ops.core.device import autocast
 from seqpar.plan import Plan
 
 # Options of generation that need rows of a cache to be taken back, or another cache.
@@ -107,14 +107,13 @@ class ShardedCache(Cache):
         super().__init__(layers=[])
         self.comm, self.capacity = comm, capacity
         self.step: CacheStep | None = None
-        self._alone = LocalComm()
         self.reset()
 
     def reset(self) -> None:
         """Forget all rows, for other prompts."""
         self.past: Past | None = None
         self.columns = 0  # of input_ids so far, padding included
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [sequences, rows, heads, dim]
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [heads, sequences, rows, dim]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The columns of ``input_ids`` so far, those of padding included."""
@@ -154,33 +153,36 @@ class ShardedCache(Cache):
         step.kept.add(layer_idx)
         own = []
         for n, x in enumerate((key_states, value_states)):
-            rows = x.detach().transpose(1, 2).flatten(0, 1)
+            rows = autocast(x.detach()).transpose(0, 1).flatten(1, 2)
             memory = self._room(layer_idx, n, rows)
-            memory[step.sequence, step.row] = rows[step.source]
+            memory[:, step.sequence, step.row] = rows[:, step.source]
             own.append(memory)
         self._memory[layer_idx] = own[0], own[1]
         if step.seen is not None or not step.earlier:
             return key_states, value_states
         counts = step.past.counts()[self.comm.rank]
-        held = [[x[b, : int(count)] for b, count in enumerate(counts)] for x in own]
-        keys, values = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in held)
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        held = [[x[:, b, : int(count)] for b, count in enumerate(counts)] for x in own]
+        keys, values = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in held)
+        return keys[None], values[None]
 
     def _room(self, layer: int, n: int, like: Tensor) -> Tensor:
-        """The memory of a layer's keys (0) or values (1), with room for the step's rows."""
+        """The memory of a layer's keys (0) or values (1), with room for the step's rows.
+
+        The keys of a head lie side by side, so that a query reads memory in order.
+        """
         assert self.step is not None
         past = self.step.past
         need, before = int(past.counts()[self.comm.rank].max()), None
         if layer in self._memory:
             before = self._memory[layer][n]
-            if before.shape[1] >= need:
+            if before.shape[2] >= need:
                 return before
-        rows = need + ROOM if before is None else max(need, 2 * before.shape[1])
+        rows = need + ROOM if before is None else max(need, 2 * before.shape[2])
         if before is None and self.capacity is not None:
             rows = max(need, -(-self.capacity // self.comm.size))
-        memory = like.new_zeros(past.sequences, rows, *like.shape[1:])
+        memory = like.new_zeros(like.shape[0], past.sequences, rows, like.shape[2])
         if before is not None:
-            memory[:, : before.shape[1]] = before
+            memory[:, :, : before.shape[2]] = before
         return memory
 
     def attend(
@@ -194,14 +196,12 @@ class ShardedCache(Cache):
                 "keys do; generate on each rank, without cache=handle.cache()"
             )
         keys, values = self._memory[layer]
-        (b, h, s, d), (rows, h_kv) = q.shape, keys.shape[1:3]
+        (b, h, s, d), (h_kv, _, rows) = q.shape, keys.shape[:3]
         group = h // h_kv
         plan = step.local(rule, self.comm.rank, rows, group)
-        grouped = q.view(b, h_kv, group, s, d).permute(0, 3, 2, 1, 4).reshape(b * s * group, h_kv, d)
-        out, lse = attention(
-            grouped, keys.flatten(0, 1), values.flatten(0, 1), plan, self._alone, scale=scale, softcap=softcap,
-            return_lse=True,
-        )  # fmt: skip
+        grouped = autocast(q).view(b, h_kv, group, s, d).permute(0, 3, 2, 1, 4).reshape(b * s * group, h_kv, d)
+        k, v = (x.flatten(1, 2).transpose(0, 1) for x in (keys, values))
+        out, lse = part_of(grouped, k, v, plan, scale=scale, softcap=softcap)
         out = out.view(b * s, group, h_kv, -1).transpose(1, 2).reshape(b * s, h, -1)
         out, lse = merge_ranks(out, lse.view(b * s, group, h_kv).transpose(1, 2).reshape(b * s, h), self.comm)
         if sinks is not None:  # once, and not on every rank
@@ -217,7 +217,7 @@ class ShardedCache(Cache):
         if self.past is not None:
             self.past = self.past.pick(indices.tolist())
             self._memory = {
-                layer: (k.index_select(0, indices.to(k.device)), v.index_select(0, indices.to(v.device)))
+                layer: (k.index_select(1, indices.to(k.device)), v.index_select(1, indices.to(v.device)))
                 for layer, (k, v) in self._memory.items()
             }
 
@@ -234,7 +234,7 @@ class ShardedCache(Cache):
         """The rows and bytes of each rank, as text."""
         if self.past is None:
             return f"an empty cache on {self.comm.size} ranks"
-        row = sum(x[0, 0].numel() * x.element_size() for pair in self._memory.values() for x in pair)
+        row = sum(x[:, 0, 0].numel() * x.element_size() for pair in self._memory.values() for x in pair)
         lines = [f"{self.past.sequences} sequences of {', '.join(map(str, self.past.lengths()[:8]))} tokens"]
         for rank, rows in enumerate(self.past.counts().sum(1).tolist()):
             lines.append(f"rank {rank}: {rows} rows, {rows * row} bytes")

@@ -1,4 +1,4 @@
-"""`merge_ranks`: attention over the keys of all ranks, from what each rank computed over its own."""
+"""Attention over the keys of all ranks, from what each rank computes over its own: `part_of` and `merge_ranks`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.comm.entry import uncompiled
-from seqpar.kernels import merge
+from seqpar.kernels import Operands, Score, Sums, acc_dtype, call_spec, choose, merge
+from seqpar.kernels.blockwise import attend
+from seqpar.ops.attention.call import uploaded
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm
 from seqpar.ops.core.collective_op import check_dense
+from seqpar.ops.core.device import current_device_of, no_autocast
+from seqpar.plan import Plan
 
 
 @uncompiled
@@ -49,6 +53,27 @@ def merge_ranks(out: Tensor, lse: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
     for part in parts[1:]:
         merged, total = merge(merged, total, part[..., :-1], part[..., -1])
     return merged, total
+
+
+def part_of(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to this rank's own keys, for `merge_ranks`, with neither communication nor a gradient.
+
+    q [T, H, D], k [N, H_kv, D], v [N, H_kv, D_v], any strides with a dense last dim: the rows of a plan of one rank.
+    Returns out [T, H, D_v] and lse [T, H], both in the accumulation dtype: parts that were rounded to that of ``q``
+    would add a rounding for each rank.
+    """
+    score = Score(q.shape[2] ** -0.5 if scale is None else scale, softcap)
+    kernel = choose("auto", call_spec(q, k, v, score, grads=False, deterministic=True, merges=True))
+    acc = torch.zeros(*q.shape[:2], v.shape[2], dtype=acc_dtype(q.dtype), device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=acc.dtype, device=q.device)
+    steps = plan.steps(0)
+    with no_autocast(q.device.type), current_device_of(q):
+        for bands in uploaded(plan, steps, q.device).facts.values():
+            for facts in bands:
+                attend(kernel, Operands(q, k, v, facts, score), Sums(acc, lse, None, first=False))
+    return acc, lse.t()
 
 
 def _check(out: object, lse: object) -> None:
