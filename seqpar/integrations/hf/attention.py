@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,7 +161,9 @@ def attention_function(
             state.callers.add(module)
         if state is not None and state.attend is not None and isinstance(attention_mask, Rule):
             _refuse_unknown(module, rest, None)
-            how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+            how: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+            if (found := latents_of(module)) is not None:
+                how["made"] = partial(weights, found[1], key, value)
             return state.attend(module, query, attention_mask, **how), None
     if isinstance(attention_mask, UnsupportedMask):
         with errors_on_all_ranks("attention", surrounding().comm):

@@ -7,14 +7,16 @@ computes these, one rank of each sequence keeps their keys, and each attends to 
     rank 1   q (all heads) ──► its keys ──► out, lse ─┼──► merge_ranks: the same bits on every rank
     rank 2   q (all heads) ──► its keys ──► out, lse ─┘
 
-The heads of a group are rows of one key head there, so that each key is read once. Which rank holds which row is a
+The heads of a group are rows of one key head there, so that each key is read once. So are all heads of a layer that
+keeps latents: its queries take in the weights of keys, and its output those of values. Which rank holds which row is a
 `seqpar.facts.past.Past`, equal on all ranks; the rows of a sequence are in position order on each of them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
 from seqpar.facts.value import Ints, integer
+from seqpar.integrations.hf.latents import hands_on_latents, layers
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import COLUMNS
 from seqpar.integrations.hf.rotary import lengthy
@@ -96,24 +99,26 @@ class CacheStep:
 class ShardedCache(Cache):
     """The keys and values of some sequences, split over the ranks of a comm; made by ``handle.cache()``.
 
-    comm: of the parallel model. capacity: tokens of a sequence to allocate memory for; None grows by doubling.
+    comm: of the parallel model. capacity: tokens of a sequence to allocate memory for; None grows by doubling. latents:
+    numbers of the layers that keep latents, with their rotated parts in the same rows.
     """
 
     is_croppable = False
     is_linear = (False,)
 
-    def __init__(self, comm: Comm, capacity: int | None = None) -> None:
+    def __init__(self, comm: Comm, capacity: int | None = None, latents: Collection[int] = ()) -> None:
         capacity = None if capacity is None else integer("capacity", capacity, 1)
         super().__init__(layers=[])
-        self.comm, self.capacity = comm, capacity
+        self.comm, self.capacity, self.latents = comm, capacity, latents
         self.step: CacheStep | None = None
+        self._weights: dict[int, tuple[Tensor, Tensor]] | None = None  # of latents, by layer
         self.reset()
 
     def reset(self) -> None:
         """Forget all rows, for other prompts."""
         self.past: Past | None = None
         self.columns = 0  # of input_ids so far, padding included
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [heads, sequences, rows, dim]
+        self._memory: dict[int, list[Tensor]] = {}  # by layer, [heads, sequences, rows, dim]; one of latents, or two
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The columns of ``input_ids`` so far, those of padding included."""
@@ -122,6 +127,15 @@ class ShardedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The keys that come with a layer's queries, and 0: plans know of the others."""
         return query_length, 0
+
+    @contextmanager
+    def generating(self, *, keeps: bool) -> Iterator[None]:
+        """A generation, in which weights do not change. keeps: whether the weights of latents may stay in memory."""
+        self._weights = {} if keeps else None
+        try:
+            yield
+        finally:
+            self._weights = None
 
     def begin(self, step: CacheStep) -> None:
         """A forward begins on this rank; until `commit` the cache holds what it held."""
@@ -139,8 +153,9 @@ class ShardedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Keep the rows of a layer that are this rank's.
 
-        key_states [B, H_kv, S, D], value_states [B, H_kv, S, D_v] -> themselves, or if shared-out tokens have earlier
-        ones, all of this rank's rows [1, H_kv, N, D], sequence after sequence.
+        key_states [B, H_kv, S, D], value_states [B, H_kv, S, D_v] (latents: [B, 1, S, R] and [B, 1, S, E]) ->
+        themselves, or if shared-out tokens have earlier ones, all of this rank's rows [1, H_kv, N, D], sequence after
+        sequence.
         """
         step = self.step
         if step is None:
@@ -151,19 +166,23 @@ class ShardedCache(Cache):
         if layer_idx in step.kept:
             raise NotImplementedError(f"layer {layer_idx} updates its cache twice in a forward, which is not supported")
         step.kept.add(layer_idx)
-        own = []
-        for n, x in enumerate((key_states, value_states)):
+        given, own = [key_states, value_states], []
+        if layer_idx in self.latents:
+            given = [torch.cat(given, -1)]
+        for n, x in enumerate(given):
             rows = autocast(x.detach()).transpose(0, 1).flatten(1, 2)
             memory = self._room(layer_idx, n, rows)
             memory[:, step.sequence, step.row] = rows[:, step.source]
             own.append(memory)
-        self._memory[layer_idx] = own[0], own[1]
+        self._memory[layer_idx] = own
         if step.seen is not None or not step.earlier:
             return key_states, value_states
         counts = step.past.counts()[self.comm.rank]
         held = [[x[:, b, : int(count)] for b, count in enumerate(counts)] for x in own]
-        keys, values = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in held)
-        return keys[None], values[None]
+        every = [(parts[0] if len(parts) == 1 else torch.cat(parts, 1))[None] for parts in held]
+        if len(every) == 1:
+            every = list(every[0].split([key_states.shape[-1], value_states.shape[-1]], -1))
+        return every[0], every[1]
 
     def _room(self, layer: int, n: int, like: Tensor) -> Tensor:
         """The memory of a layer's keys (0) or values (1), with room for the step's rows.
@@ -186,16 +205,27 @@ class ShardedCache(Cache):
         return memory
 
     def attend(
-        self, module: nn.Module, q: Tensor, rule: Rule, *, scale: float | None, softcap: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Attention of few new tokens to all ranks' keys: q [B, H, S, D] -> [B, S, H, D_v]. A collective."""
+        self, module: nn.Module, q: Tensor, rule: Rule, *, scale: float | None, softcap: float, sinks: Tensor | None,
+        made: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of few new tokens to all ranks' keys: q [B, H, S, D] -> [B, S, H, D_v]. A collective.
+
+        made: makes the weights w_k [H, D_n, R] and w_v [H, D_v, R] of a layer that keeps latents.
+        """
         step, layer = self.step, getattr(module, "layer_idx", None)
         if step is None or layer not in step.kept:
             raise NotImplementedError(
                 f"{type(module).__name__} attends to keys that it has not given to its cache, as layers that share "
                 "keys do; generate on each rank, without cache=handle.cache()"
             )
-        keys, values = self._memory[layer]
+        keys, values = self._memory[layer][0], self._memory[layer][-1]
+        if made is not None:
+            kept = {} if self._weights is None else self._weights
+            w_k, w_v = kept[layer] if layer in kept else kept.setdefault(layer, made())
+            nope, rank = w_k.shape[1:]
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            q = torch.cat([q[..., :nope] @ w_k, q[..., nope:]], -1)
+            values = keys[..., :rank]
         (b, h, s, d), (h_kv, _, rows) = q.shape, keys.shape[:3]
         group = h // h_kv
         plan = step.local(rule, self.comm.rank, rows, group)
@@ -203,6 +233,8 @@ class ShardedCache(Cache):
         k, v = (x.flatten(1, 2).transpose(0, 1) for x in (keys, values))
         out, lse = part_of(grouped, k, v, plan, scale=scale, softcap=softcap)
         out = out.view(b * s, group, h_kv, -1).transpose(1, 2).reshape(b * s, h, -1)
+        if made is not None:
+            out = torch.einsum("thr,hdr->thd", out.to(w_v.dtype), w_v).to(lse.dtype)
         out, lse = merge_ranks(out, lse.view(b * s, group, h_kv).transpose(1, 2).reshape(b * s, h), self.comm)
         if sinks is not None:  # once, and not on every rank
             out, _ = merge(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
@@ -217,8 +249,7 @@ class ShardedCache(Cache):
         if self.past is not None:
             self.past = self.past.pick(indices.tolist())
             self._memory = {
-                layer: (k.index_select(1, indices.to(k.device)), v.index_select(1, indices.to(v.device)))
-                for layer, (k, v) in self._memory.items()
+                layer: [x.index_select(1, indices.to(x.device)) for x in own] for layer, own in self._memory.items()
             }
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -234,7 +265,7 @@ class ShardedCache(Cache):
         """The rows and bytes of each rank, as text."""
         if self.past is None:
             return f"an empty cache on {self.comm.size} ranks"
-        row = sum(x[:, 0, 0].numel() * x.element_size() for pair in self._memory.values() for x in pair)
+        row = sum(x[:, 0, 0].numel() * x.element_size() for own in self._memory.values() for x in own)
         lines = [f"{self.past.sequences} sequences of {', '.join(map(str, self.past.lengths()[:8]))} tokens"]
         for rank, rows in enumerate(self.past.counts().sum(1).tolist()):
             lines.append(f"rank {rank}: {rows} rows, {rows * row} bytes")
@@ -248,7 +279,7 @@ def unsplit(model: PreTrainedModel, fit: Any, *, alone: bool, rewritten: bool) -
     """Why the cache of a model cannot be split over ranks. fit: the findings on it."""
     taken = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     config = model.config.get_text_config()
-    shared = getattr(config, "num_kv_shared_layers", 0)
+    shared, expands = getattr(config, "num_kv_shared_layers", 0), bool(layers(model))
     rules = [rule for rule in fit.rules if not rule.causal or rule.block or rule.chunk is not None]
     reasons = {
         f"transformers {transformers.__version__} takes no cache by that name, 5.24 does": "cache" not in taken,
@@ -259,7 +290,7 @@ def unsplit(model: PreTrainedModel, fit: Any, *, alone: bool, rewritten: bool) -
         f"{shared} of its layers share the keys of others": bool(shared),
         "its rotary embeddings depend on the length": bool(lengthy(model)),
         f"layers see keys by {rules[:1]}": bool(rules),
-        "its layers keep latents or indices": any(hasattr(config, name) for name in ("kv_lora_rank", "index_topk")),
+        "its layers have latents and exchange keys, as describe() says": expands and not hands_on_latents(model),
         "it counts positions itself": fit.counting != COLUMNS,
     }
     return [reason for reason, holds in reasons.items() if holds]

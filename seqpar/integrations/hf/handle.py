@@ -227,7 +227,7 @@ class TransformerHandle(ParallelModel):
                 f"{type(self.model).__name__} with a cache that is split over ranks: {', and '.join(reasons)}; "
                 "generate on each rank, without cache=handle.cache()"
             )
-        return ShardedCache(self.comm, capacity)
+        return ShardedCache(self.comm, capacity, [layer.layer_idx for layer in layers(self.model)])
 
     def _generate(self, name: str, generate: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """What a model's own method generates for the prompts of this rank alone, or of all with a split cache.
@@ -235,7 +235,8 @@ class TransformerHandle(ParallelModel):
         Raises: NotImplementedError for ``generate_batch`` on sharded weights, where ranks cannot stay in step.
         """
         sharded = by_fsdp(self.model)
-        if any(isinstance(each, ShardedCache) for each in named.values()) and not self.inactive:
+        cache = next((each for each in named.values() if isinstance(each, ShardedCache)), None)
+        if cache is not None and not self.inactive:
             with agreement(f"{type(self.model).__name__}.{name} with a cache", self.comm, every=True):
                 check_generation(self.model, name, args, named)
                 if sharded is not None and len(sharded.ranks) not in (1, self.comm.size):
@@ -244,7 +245,8 @@ class TransformerHandle(ParallelModel):
                         f"{self.comm.size}; split it over the same ranks"
                     )
             try:
-                return generate(*args, **named)
+                with cache.generating(keeps=sharded is None):
+                    return generate(*args, **named)
             finally:
                 self._reshard()
         if sharded is None or len(sharded.ranks) == 1:

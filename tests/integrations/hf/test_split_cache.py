@@ -49,33 +49,16 @@ def together(comm: Comm, model: PreTrainedModel, batch: dict[str, Tensor], plan:
         return new, torch.stack(out.logits)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt-oss"])
-@pytest.mark.sampled(5)
-def test_tokens_are_those_of_one_process(name: str, ranks: int) -> None:
-    model = build(name).double().eval()
-    if name == "gpt-oss":
-        model.set_experts_implementation("eager")  # grouped products of torch have no fp64
-    batch = prompts([40, 21, 3])
-    expected = alone(model, batch, **GREEDY, max_new_tokens=12)
-    for plan in PLANS.values():
-        found = run_threads(ranks, together, model, batch, plan, GREEDY)
-        for new, logits in found:
-            assert new.equal(expected)
-            assert logits.equal(found[0][1])  # to the bit, so that ranks that sample agree
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"num_beams": 3, "max_new_tokens": 6},
         {"prefill_chunk_size": 17},
-        {"max_new_tokens": 60},
     ],
-    ids=["beams", "chunks", "long"],
+    ids=["beams", "chunks"],
 )
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_ways_of_generation(name: str, options: dict[str, Any]) -> None:
     model, batch = build(name).double().eval(), prompts([40, 22])
     expected = alone(model, batch, **GREEDY | {"max_new_tokens": 12} | options)
@@ -237,12 +220,6 @@ def test_refused_calls() -> None:
 
 OTHERS = {
     "Mamba": ({"state_size": 4}, "recurrent layers"),
-    "DeepseekV3": (
-        {"kv_lora_rank": 12, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 7,
-         "head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-         "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-        "latents",
-    ),
     "Llama": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings depend"
     ),
