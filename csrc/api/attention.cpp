@@ -75,9 +75,10 @@ void done(int status, const sp_attention& a) {
                   " key heads of dims ", a.dim, " and ", a.v_dim, " in tiles of ", a.tiles.bm, " rows");
 }
 
-void forward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double softcap, std::optional<Tensor> slopes,
-             double dropout_p, std::optional<Tensor> drop_a, std::optional<Tensor> drop_b, int64_t bm,
-             std::optional<Tensor> acc, Tensor lse, std::optional<Tensor> out, bool first, int64_t isa) {
+void compute(const Tensor& q, const Tensor& k, const Tensor& v, const Tables& facts, double scale, double softcap,
+             const std::optional<Tensor>& slopes, double dropout_p, const std::optional<Tensor>& drop_a,
+             const std::optional<Tensor>& drop_b, int64_t bm, const std::optional<Tensor>& acc, const Tensor& lse,
+             const std::optional<Tensor>& out, bool first, int64_t isa, const Tensor* top) {
   const sp_attention a = described(q, k, v, facts, scale, softcap, slopes, dropout_p, drop_a, drop_b, bm);
   sp_sums s = {};
   if (acc) {
@@ -92,7 +93,24 @@ void forward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double so
     s.out = out->mutable_data_ptr(), s.out_row = out->stride(0), s.out_head = out->stride(1);
   }
   s.first = first;
+  if (top != nullptr) {
+    STD_TORCH_CHECK(a.m < 2 || top->stride(1) == 1, "top must be dense in its rows");
+    s.top = floats(*top, "top"), s.top_head = top->stride(0);
+  }
   done(sp_attention_forward(&a, &s, isa, parallel_for), a);
+}
+
+void forward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double softcap, std::optional<Tensor> slopes,
+             double dropout_p, std::optional<Tensor> drop_a, std::optional<Tensor> drop_b, int64_t bm,
+             std::optional<Tensor> acc, Tensor lse, std::optional<Tensor> out, bool first, int64_t isa) {
+  compute(q, k, v, facts, scale, softcap, slopes, dropout_p, drop_a, drop_b, bm, acc, lse, out, first, isa, nullptr);
+}
+
+void forward_top(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double softcap, std::optional<Tensor> slopes,
+                 double dropout_p, std::optional<Tensor> drop_a, std::optional<Tensor> drop_b, int64_t bm,
+                 std::optional<Tensor> acc, Tensor lse, std::optional<Tensor> out, bool first, int64_t isa,
+                 Tensor top) {
+  compute(q, k, v, facts, scale, softcap, slopes, dropout_p, drop_a, drop_b, bm, acc, lse, out, first, isa, &top);
 }
 
 void backward(Tensor q, Tensor k, Tensor v, Tables facts, double scale, double softcap, std::optional<Tensor> slopes,
@@ -124,6 +142,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(seqpar_native, m) {
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] facts, float scale, float softcap, Tensor? slopes, "
       "float dropout_p, Tensor? drop_a, Tensor? drop_b, int bm, Tensor(a!)? acc, Tensor(b!) lse, "
       "Tensor(c!)? out, bool first, int isa) -> ()");
+  // a second operator: an extension that was built earlier lacks it, and still computes
+  m.def(
+      "attention_forward_top(Tensor q, Tensor k, Tensor v, Tensor[] facts, float scale, float softcap, Tensor? slopes, "
+      "float dropout_p, Tensor? drop_a, Tensor? drop_b, int bm, Tensor(a!)? acc, Tensor(b!) lse, "
+      "Tensor(c!)? out, bool first, int isa, Tensor(d!) top) -> ()");
   m.def(
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor[] facts, float scale, float softcap, Tensor? slopes, "
       "float dropout_p, Tensor? drop_a, Tensor? drop_b, int bm, Tensor dout, Tensor lse, Tensor delta, "
@@ -138,5 +161,6 @@ STABLE_TORCH_LIBRARY_IMPL(seqpar_native, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(seqpar_native, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&seqpar::forward));
+  m.impl("attention_forward_top", TORCH_BOX(&seqpar::forward_top));
   m.impl("attention_backward", TORCH_BOX(&seqpar::backward));
 }

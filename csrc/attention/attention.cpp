@@ -107,6 +107,7 @@ void sp_attention_tile(int isa, int dtype, int64_t* bm, int64_t* bn) {
 int sp_attention_forward(const sp_attention* x, const sp_sums* sums, int isa, sp_parallel_for parallel_for) {
   const sp_kernels* with = kernels(isa, x->dtype);
   if (!supported(x, with)) return SP_UNSUPPORTED;
+  if (sums->top != nullptr && (x->softcap != 0.0f || x->slopes != nullptr)) return SP_UNSUPPORTED;
   if (x->m == 0 || x->heads == 0) return 0;
   const bool packs = sp_packs(sp_this_processor());
   return with_ranges(x, [=](const sp_ranges* ranges) { return with->forward(x, sums, ranges, packs, parallel_for); });

@@ -34,7 +34,8 @@ typedef struct {
 } sp_attention;
 
 // acc [m][heads][v_dim], or NULL if not needed. lse [heads][m], dense along the rows. out in dtype, or NULL; in
-// float32 it may share acc's memory. first: acc and lse hold no earlier sums.
+// float32 it may share acc's memory. first: acc and lse hold no earlier sums. top [heads][m], dense along the rows:
+// raised to each row's largest scaled product, NaN if one is NaN; or NULL. Not with softcap or ALiBi.
 typedef struct {
   float* acc;
   int64_t acc_row, acc_head;
@@ -43,6 +44,8 @@ typedef struct {
   void* out;
   int64_t out_row, out_head;
   int first;
+  float* top;
+  int64_t top_head;
 } sp_sums;
 
 // dout in dtype; lse and delta as in sp_sums. dq, dk and dv are added to.
@@ -58,8 +61,8 @@ typedef struct {
 // The tile shape that the tables should use. Tables with a larger bm are refused.
 void sp_attention_tile(int isa, int dtype, int64_t* bm, int64_t* bn);
 
-// Returns 0; SP_UNSUPPORTED if a head dim exceeds SP_MAX_DIM, the tables have larger tiles or kv_heads does not divide
-// heads; or SP_NO_MEMORY. isa: at most sp_isa().
+// Returns 0; SP_UNSUPPORTED if a head dim exceeds SP_MAX_DIM, the tables have larger tiles, kv_heads does not divide
+// heads, or scores are more than scaled and top is asked for; or SP_NO_MEMORY. isa: at most sp_isa().
 enum { SP_MAX_DIM = 1024 };
 enum { SP_UNSUPPORTED = 1 };
 int sp_attention_forward(const sp_attention* x, const sp_sums* sums, int isa, sp_parallel_for parallel_for);

@@ -25,9 +25,9 @@ struct Forward {
   int64_t q_words, v_cols;  // words of a staged query; columns of a transposed output, padded to whole vectors
 };
 
-// A tile's running values while it walks along the keys.
+// A tile's running values while it walks along the keys. high: the maximum, which `top` may be below by SLACK.
 struct State {
-  float top[BM], base[BM], total[BM];
+  float top[BM], base[BM], total[BM], high[BM];
   int32_t pos[BM], drop[BM];
 };
 
@@ -68,6 +68,20 @@ inline void renew(const Block* block, const Score* score, const float* peak, Sta
     store(state->total + v * W, load(state->total + v * W) * shrink);
     for (int64_t col = 0; col < cols; ++col) store(out + col * BM + v * W, load(out + col * BM + v * W) * shrink);
   }
+}
+
+// Keeps the maximum of each lane.
+inline void raise(const Block* block, const float* peak, State* state) {
+  for (int64_t v = block->vector; v < block->vector + block->vectors; ++v)
+    store(state->high + v * W, larger(load(peak + v * W), load(state->high + v * W)));
+}
+
+// Raises a row's largest score. A sum that is NaN without an infinite score has a score that is NaN.
+inline void finish_top(float* top, float high, float total) {
+  if (total != total && high < INFINITY)
+    *top = total;
+  else if (*top < high)
+    *top = high;
 }
 
 // Turns scores of N vectors into weights in place, as a zipped panel, and adds them up.
@@ -197,7 +211,7 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   Score score = make_score(x, head);
   load_lanes(x->pos, lanes, state->pos);
   load_lanes(score.a, lanes, state->drop);
-  for (int i = 0; i < BM; ++i) state->top[i] = -INFINITY, state->base[i] = state->total[i] = 0.0f;
+  for (int i = 0; i < BM; ++i) state->top[i] = state->high[i] = -INFINITY, state->base[i] = state->total[i] = 0.0f;
   memset(out, 0, (size_t)(job->v_cols * BM) * 4);
   const char* q = (const char*)x->q + (lanes->row * x->q_row + head * x->q_head) * width;
   stage(x->dtype, q, x->q_row, x->dim, lanes->rows, rows, job->q_words, lanes->vectors * W);
@@ -226,6 +240,7 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
       case OPEN:
         mask_scores<OPEN>(lanes, &block, &score, state, s, here->peak);
     }
+    if (sums->top != nullptr) raise(&block, here->peak, state);
     renew(&block, &score, here->peak, state, out, x->v_dim);
     if (score.a != nullptr)
       weigh_block<true>(&block, &score, state, s);
@@ -236,6 +251,8 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   for (int64_t r = 0; r < lanes->vectors * W; r += W)
     for (int64_t col = 0; col < job->v_cols; col += W)
       transpose(out + col * BM + r, BM, rows + r * job->v_cols + col, job->v_cols);
+  for (int64_t i = 0; i < lanes->rows && sums->top != nullptr; ++i)
+    finish_top(sums->top + head * sums->top_head + lanes->row + i, state->high[i] * score.natural, state->total[i]);
   for (int64_t i = 0; i < lanes->rows; ++i)
     finish_row(job->sums, x->dtype, x->v_dim, lanes->row + i, head, state->total[i], state->base[i] * score.natural,
                rows + i * job->v_cols);

@@ -99,6 +99,8 @@ struct Case {
     return lo[i] <= key_pos[j] && key_pos[j] < hi[i] && (until.empty() || pos[i] < until[j]);
   }
 
+  bool scaled() const { return softcap == 0.0f && slopes.empty(); }
+
   double factor(int64_t h, int64_t i, int64_t j) const {
     if (dropout_p == 0.0) return 1.0;
     uint32_t x = (uint32_t)a[h * m + i] ^ (uint32_t)b[h * n + j];
@@ -169,13 +171,14 @@ struct Operands {
 };
 
 struct Results {
-  std::vector<double> out, lse, delta, dq, dk, dv;  // [m][heads][v_dim]; [heads][m] twice; as q, k and v
+  // [m][heads][v_dim]; [heads][m] three times, top of scores that are only scaled; as q, k and v
+  std::vector<double> out, lse, delta, top, dq, dk, dv;
 };
 
 // By definition: a loop over the pairs that are seen.
 Results reference(const Case& c, const Operands& x) {
   Results r;
-  r.out.resize((size_t)(c.m * c.heads * c.v_dim)), r.lse.resize((size_t)(c.heads * c.m)), r.delta = r.lse;
+  r.out.resize((size_t)(c.m * c.heads * c.v_dim)), r.lse.resize((size_t)(c.heads * c.m)), r.delta = r.top = r.lse;
   r.dq.resize((size_t)(c.m * c.heads * c.dim)), r.dk.resize((size_t)(c.n * c.kv_heads * c.dim));
   r.dv.resize((size_t)(c.n * c.kv_heads * c.v_dim));
   std::vector<double> s((size_t)c.n), fall((size_t)c.n);
@@ -197,6 +200,7 @@ Results reference(const Case& c, const Operands& x) {
       }
       for (int64_t j = 0; j < c.n; ++j)
         if (c.sees(i, j)) total += exp(s[j] - top);
+      r.top[h * c.m + i] = isnan(total) && top < INFINITY ? NAN : top;
       double lse = r.lse[h * c.m + i] = total == 0 ? -INFINITY : top + log(total);
       double* out = &r.out[(i * c.heads + h) * c.v_dim];
       for (int64_t j = 0; j < c.n; ++j)
@@ -281,19 +285,21 @@ std::vector<double> values(const Tensor& x, double less = 0) {
 
 void serial(int64_t begin, int64_t end, int64_t, sp_task task, void* context) { task(begin, end, context); }
 
-// out, lse, dq, dk, dv of a case with its keys in one or two buffers.
+// out, lse, top, dq, dk, dv of a case with its keys in one or two buffers.
 struct Run {
-  Tensor out, acc, lse, dq, dk, dv;
+  Tensor out, acc, lse, top, dq, dk, dv;
 
   Run(const Case& c, Operands& x, const Results& want, int isa, const Tables& tables, int64_t bm, int64_t cut,
       int number, sp_parallel_for parallel_for)
       : out(c.m, c.heads, c.v_dim, c.bf16),
         acc(c.m, c.heads, c.v_dim, false),
         lse(c.heads, 1, c.m, false),
+        top(lse),
         dq(c.m, c.heads, c.dim, false),
         dk(c.n, c.kv_heads, c.dim, false),
         dv(c.n, c.kv_heads, c.v_dim, false) {
     for (Tensor* y : {&dq, &dk, &dv}) y->fill([] { return 0.25f; });
+    top.fill([] { return -INFINITY; });
     Tensor delta = lse, final_lse = lse;
     for (int64_t h = 0; h < c.heads; ++h)
       for (int64_t i = 0; i < c.m; ++i) {
@@ -315,7 +321,9 @@ struct Run {
                       last ? out.data() : nullptr,
                       out.row,
                       out.head,
-                      part == 0};
+                      part == 0,
+                      c.scaled() ? top.floats() : nullptr,
+                      top.row};
       check(sp_attention_forward(&y, &sums, isa, parallel_for) == 0, "forward failed", isa, number);
       sp_grads grads = {x.dout.data(),
                         x.dout.row,
@@ -337,11 +345,13 @@ struct Run {
     }
   }
 
-  bool whole() const { return out.whole() && acc.whole() && lse.whole() && dq.whole() && dk.whole() && dv.whole(); }
+  bool whole() const {
+    return out.whole() && acc.whole() && lse.whole() && top.whole() && dq.whole() && dk.whole() && dv.whole();
+  }
 
   bool operator==(const Run& o) const {
-    return out.memory == o.out.memory && lse.memory == o.lse.memory && dq.memory == o.dq.memory &&
-           dk.memory == o.dk.memory && dv.memory == o.dv.memory;
+    return out.memory == o.out.memory && lse.memory == o.lse.memory && top.memory == o.top.memory &&
+           dq.memory == o.dq.memory && dk.memory == o.dk.memory && dv.memory == o.dv.memory;
   }
 };
 
@@ -373,6 +383,8 @@ void test_case(int number, int best, sp_parallel_for parallel_for) {
     double limit = c.bf16 ? 1e-2 : 1e-5;
     check(distance(values(run.out), want.out) < limit, "out", isa, number);
     check(distance(values(run.lse), want.lse) < limit, "lse", isa, number);
+    // relative to operands of about 1
+    if (c.scaled()) check(distance(values(run.top), want.top, 1.0) < limit, "top", isa, number);
     // where every row sees one key, gradients are zero up to rounding, relative to operands of about 1
     check(distance(values(run.dq, 0.25), want.dq, 0.1) < limit, "dq", isa, number);
     check(distance(values(run.dk, 0.25), want.dk, 0.1) < limit, "dk", isa, number);
@@ -396,6 +408,9 @@ void test_nothing(int best) {
     check(sp_attention_backward(&x, &grads, isa, serial) == 0, "no rows", isa, -1);
     x.dim = SP_MAX_DIM + 1;
     check(sp_attention_forward(&x, &sums, isa, serial) == SP_UNSUPPORTED, "a large dim", isa, -1);
+    float top = 0.0f;
+    x.dim = 4, x.softcap = 1.0f, sums.top = &top;
+    check(sp_attention_forward(&x, &sums, isa, serial) == SP_UNSUPPORTED, "the largest of other scores", isa, -1);
   }
 }
 

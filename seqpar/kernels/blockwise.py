@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Kernel, Operands, Sums, acc_dtype
+from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Kernel, Operands, Score, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 QUERY_ROWS = 512  # rows of all query heads that share a key head; with KEY_ROWS a tile of scores fits the cache
@@ -28,13 +28,19 @@ class Blockwise(Kernel):
         """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
 
+    def keeps_top(self, score: Score) -> bool:
+        """Whether its scores are those of `Sums.top`."""
+        return score.scaled
+
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
         walk, acc, lse, out = _Walk(x), into.acc, into.lse, into.out
         for i in range(walk.tiles):
             rows = walk.rows(i)
-            part, part_lse = walk.attend(i)
+            part, part_lse, top = walk.attend(i)
             if part is not None:
+                if into.top is not None:
+                    _raise(into.top[:, rows], walk.ungrouped(top)[..., 0].t())
                 part = walk.ungrouped(part)
                 if not into.first:
                     part, part_lse = merge(acc[rows], lse[:, rows].t(), part, walk.ungrouped(part_lse)[..., 0])  # type: ignore[index]
@@ -110,8 +116,8 @@ class _Walk:
         rows, last = x.shape[1] // self.group, x.shape[2]
         return x.view(self.kv_heads, self.group, rows, last).permute(2, 0, 1, 3).reshape(rows, self.heads, last)
 
-    def attend(self, i: int) -> tuple[Tensor | None, Tensor]:
-        """Normalised output and lse, grouped, of a query tile over all its keys; (None, lse) if it sees no key."""
+    def attend(self, i: int) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Normalised output (None if it sees no key), lse and largest score of a query tile, grouped."""
         top: Tensor | None = None
         total = acc = self.q.new_zeros(0)
         scaled = None
@@ -131,10 +137,10 @@ class _Walk:
                 part = torch.bmm(weights, values) if seen is None else masked_product(weights, values, seen)
                 top, total, acc = _accumulate(top, total, acc, base, size, part)
         if top is None:
-            return None, total
+            return None, total, total
         none = total == 0
         safe = total.masked_fill(none, 1.0)
-        return acc / safe, (safe.log() + top).masked_fill(none, -torch.inf)
+        return acc / safe, (safe.log() + top).masked_fill(none, -torch.inf), top
 
     def keys(self, x: Tensor, keys: slice) -> Tensor:
         """[N, H_kv, C] -> [H_kv, keys, C] in the accumulation dtype."""
@@ -200,21 +206,28 @@ class _Walk:
 
 def attend(kernel: Kernel, x: Operands, into: Sums) -> None:
     """A kernel's forward, and the largest scores if they are asked for: a pass without values, if it keeps none."""
-    kernel.forward(x, into)
-    if into.top is None or kernel.keeps_top:
+    top = into.top
+    if top is None or kernel.keeps_top(x.score):
+        kernel.forward(x, into)
         return
+    kernel.forward(x, replace(into, top=None))
     walk = _Walk(replace(x, score=replace(x.score, dropout_p=0.0)))
     for i in range(walk.tiles):
         if walk.empty(i):
             continue
-        scaled = walk.grouped(x.q[walk.rows(i)]) * x.score.scale
+        rows = walk.rows(i)
+        scaled = walk.grouped(x.q[rows]) * x.score.scale
         for a, b, full in walk.spans(i):
             for n in range(a, b, KEY_ROWS):
                 keys = slice(n, min(n + KEY_ROWS, b))
                 s = torch.bmm(scaled, walk.keys(x.k, keys).transpose(1, 2))
                 if not full:
                     s = s.masked_fill_(~walk.seen(i, keys), -torch.inf)
-                into.top.copy_(torch.maximum(into.top, s.view(walk.heads, -1).amax(-1)))
+                _raise(top[:, rows], walk.ungrouped(s.amax(-1, keepdim=True))[..., 0].t())
+
+
+def _raise(top: Tensor, to: Tensor) -> None:
+    torch.maximum(top, to, out=top)
 
 
 def _accumulate(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.blockwise import attend
-from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Score, Sums
 
 
 @dataclass(eq=False)
@@ -40,7 +40,6 @@ class Expanding(Kernel):
     most: int
     dw_k: Tensor | None = None
     dw_v: Tensor | None = None
-    keeps_top: bool = True
     buffers: dict[str, Tensor] = field(default_factory=dict)  # reused by all blocks and steps of a direction
 
     @property
@@ -51,6 +50,10 @@ class Expanding(Kernel):
     def refuses(self, spec: CallSpec) -> str | None:
         """Why the inner kernel refuses a call of the expanded heads and dims, or None."""
         return self.inner.refuses(spec)
+
+    def keeps_top(self, score: Score) -> bool:
+        """Always: where the inner kernel does not, `attend` does."""
+        return True
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, StepFacts, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # numbered as in csrc/base/isa.h
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,9 +44,17 @@ class Native(Kernel):
             return f"native has head dims up to {MAX_DIM}, got {spec.dim} and {spec.v_dim}"
         return native.lacks("attention_has_until") if spec.until else native.missing()
 
+    def keeps_top(self, score: Score) -> bool:
+        """Whether its scores are those of `Sums.top`."""
+        return score.scaled and native.lacks("attention_forward_top") is None
+
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
-        native.ops().attention_forward(*self._call(x), into.acc, into.lse, into.out, into.first, self.isa)
+        given = *self._call(x), into.acc, into.lse, into.out, into.first, self.isa
+        if into.top is None:
+            native.ops().attention_forward(*given)
+        else:
+            native.ops().attention_forward_top(*given, into.top)
 
     def backward(self, x: Operands, grads: Grads) -> None:
         """Add the gradients of one buffer's keys; see the protocol."""

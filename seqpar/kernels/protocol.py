@@ -46,6 +46,11 @@ class Score:
     dropout_seed: int = 0
     first_head: int = 0
 
+    @property
+    def scaled(self) -> bool:
+        """Whether a score is nothing but the scaled product."""
+        return not self.softcap and self.slopes is None
+
 
 @dataclass(frozen=True)
 class StepFacts:
@@ -82,8 +87,9 @@ class Sums:
     """Outputs of forward.
 
     first: ``acc`` and ``lse`` hold no earlier result; every row is written, ``0`` and ``-inf`` where it sees no key.
-    out: the final output in q's dtype, at the last step; every row is written. acc: None if first and last. top [H]:
-    the largest ``scale * q·k`` of the pairs seen so far, in the accumulation dtype; see `Kernel.keeps_top`.
+    out: the final output in q's dtype, at the last step; every row is written. acc: None if first and last. top [H, M],
+    dense along the rows: the largest ``scale * q·k`` of the pairs that a row has seen so far, in the accumulation
+    dtype, NaN after a NaN; only of calls for which the kernel keeps it, see `Kernel.keeps_top`.
     """
 
     acc: Tensor | None
@@ -177,9 +183,6 @@ class Kernel(Protocol):
     """
 
     name: str
-    keeps_top: bool = (
-        False  # whether forward raises `Sums.top`; else `seqpar.kernels.blockwise.attend` does it after forward
-    )
 
     def missing(self) -> str | None:
         """What this machine lacks to run the kernel at all; None if it can run."""
@@ -199,6 +202,10 @@ class Kernel(Protocol):
         facts: of the step, on the CPU. A value is a tensor of the CPU, or a tuple that begins with such tensors.
         """
         return {}
+
+    def keeps_top(self, score: Score) -> bool:
+        """Whether forward raises `Sums.top`; else `seqpar.kernels.blockwise.attend` does it after forward."""
+        return False
 
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import dropout
-from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Kernel, Operands, Sums, acc_dtype
+from seqpar.kernels.protocol import DTYPES, CallSpec, Grads, Kernel, Operands, Score, Sums, acc_dtype
 from seqpar.kernels.softmax import masked_product, merge
 
 
@@ -19,9 +19,15 @@ class Reference(Kernel):
         """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"reference has no {spec.dtype}"
 
+    def keeps_top(self, score: Score) -> bool:
+        """Always."""
+        return True
+
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the keys of one buffer; see the protocol."""
         s, _, seen = _scores(x)
+        if into.top is not None and x.k.shape[0]:
+            torch.maximum(into.top, _products(x).masked_fill_(~seen, -torch.inf).amax(-1), out=into.top)
         part_lse = torch.logsumexp(s, -1) if x.k.shape[0] else torch.full_like(into.lse, -torch.inf)
         p = torch.exp(s - part_lse.masked_fill(part_lse == -torch.inf, 0.0)[..., None])
         p = p * _kept(x, p.dtype)
@@ -60,8 +66,8 @@ def _heads(x: Tensor, q: Tensor) -> Tensor:
 
 def _scores(x: Operands) -> tuple[Tensor, Tensor | float, Tensor]:
     """Scores [H, M, N], -inf where not seen; softcap's derivative; the pairs that are seen [M, N]."""
-    facts, score, dtype = x.facts, x.score, acc_dtype(x.q.dtype)
-    s = x.q.to(dtype).transpose(0, 1) @ _heads(x.k, x.q).transpose(1, 2) * score.scale
+    facts, score = x.facts, x.score
+    s = _products(x)
     slope: Tensor | float = 1.0
     if score.softcap:
         t = torch.tanh(s / score.softcap)
@@ -72,6 +78,11 @@ def _scores(x: Operands) -> tuple[Tensor, Tensor | float, Tensor]:
     if facts.until is not None:
         seen &= facts.pos[:, None] < facts.until[None]
     return s.masked_fill(~seen, -torch.inf), slope, seen
+
+
+def _products(x: Operands) -> Tensor:
+    """``scale * q·k`` of all pairs, [H, M, N]."""
+    return x.q.to(acc_dtype(x.q.dtype)).transpose(0, 1) @ _heads(x.k, x.q).transpose(1, 2) * x.score.scale
 
 
 def _kept(x: Operands, dtype: torch.dtype) -> Tensor | float:

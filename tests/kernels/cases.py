@@ -23,6 +23,7 @@ from seqpar.kernels import (
     acc_dtype,
     call_spec,
 )  # fmt: skip
+from seqpar.kernels.blockwise import attend
 from seqpar.plan.steps import BandBounds, StepBand
 from seqpar.testing import dense_attention, relative_rms
 from tests.cases import random_tree
@@ -213,8 +214,11 @@ def blank(*shape: int, dtype: torch.dtype) -> Tensor:
     return viewed(torch.full(shape, torch.nan, dtype=dtype))
 
 
-def run_forward(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor]:
-    """Output and lse [H, M] as the schedule would make them, with what a middle step may not touch checked."""
+def run_forward(kernel: Kernel, case: Case, top: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and lse [H, M] as the schedule would make them, with what a middle step may not touch checked.
+
+    top [H, M]: raised to the rows' largest scores.
+    """
     q, k, v = inputs(case)[:3]
     mask, score, acc_type = case.made(), case.score(), acc_dtype(case.dtype)
     wide = case.dtype == acc_type
@@ -229,7 +233,7 @@ def run_forward(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor]:
         before = None if n == 0 else (acc.clone(), lse.clone())
         last = n == len(launches) - 1
         operands = Operands(q, *packed(k[at], v[at]), facts, score)
-        kernel.forward(operands, Sums(acc, lse, out if last and not wide else None, first=n == 0))
+        attend(kernel, operands, Sums(acc, lse, out if last and not wide else None, first=n == 0, top=top))
         assert not lse.isnan().any()
         if before is None:
             assert (lse[:, blind] == -torch.inf).all()

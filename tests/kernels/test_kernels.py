@@ -27,6 +27,7 @@ from seqpar.kernels import (
     choose,
     dropout,
 )  # fmt: skip
+from seqpar.kernels.blockwise import attend
 from seqpar.kernels.native import ISAS, Native
 from seqpar.kernels.protocol import DTYPES
 from seqpar.kernels.reference import Reference
@@ -63,6 +64,36 @@ def pairs(cases: list[Case]) -> list[object]:
 @pytest.mark.sampled(12)
 def test_forward_and_backward_equal_the_oracle(kernel, case) -> None:
     equals_oracle(kernel, case)
+
+
+@pytest.mark.parametrize(("kernel", "case"), pairs(small_cases() + LARGE))
+@pytest.mark.sampled(12)
+def test_the_largest_scores_are_those_of_the_pairs_seen_and_change_no_bit(kernel, case) -> None:
+    q, k, _, *_ = (x.double() for x in inputs(case))
+    products = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(case.heads // case.kv_heads, 1))
+    facts = [facts_of(case.made(), np.arange(case.keys), band=band) for band in range(len(case.made().bands))]
+    seen = torch.stack([seen_by(each) for each in facts]).any(0)
+    want = (products * case.score().scale).masked_fill(~seen, -torch.inf).amax(-1)
+    top = torch.full((case.heads + 2, case.queries + 5), -torch.inf, dtype=acc_dtype(case.dtype))[1:-1, 2:-3]
+    results = run_forward(kernel, case, top)
+    assert all(torch.equal(a, b) for a, b in zip(results, run_forward(kernel, case), strict=True))
+    limit = 1e-13 if case.dtype == torch.float64 else 1e-6
+    assert torch.equal(top == -torch.inf, want == -torch.inf)
+    assert ((top - want).masked_fill(want == -torch.inf, 0.0).abs() <= limit * products.abs().max()).all()
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.name != "triton_tf32"], ids=lambda k: k.name)
+def test_a_score_that_is_not_a_number_is_the_largest_one(kernel) -> None:
+    case = fitted(kernel, Case("causal", dim=32, v_dim=32, dtype=torch.float32))
+    q, k, v = inputs(case)[:3]
+    k[40, 0, 0] = torch.nan
+    top = torch.zeros(case.heads, case.queries, dtype=acc_dtype(case.dtype))
+    sums = Sums(None, torch.empty_like(top), torch.empty(*q.shape[:2], case.v_dim, dtype=q.dtype), True, top)
+    if case.dtype == acc_dtype(case.dtype):
+        sums.acc, sums.out = sums.out, None
+    facts = facts_of(case.made(), np.arange(case.keys))
+    attend(kernel, Operands(q, k, v, facts, case.score()), sums)
+    assert torch.equal(top[: case.heads // case.kv_heads].isnan(), seen_by(facts)[None, :, 40].expand(2, -1))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

@@ -29,12 +29,14 @@ def inputs(plan: Plan, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(*s, dtype=torch.float64, generator=g).to(dtype) for s in shapes]
 
 
-def call(comm: Comm, plan: Plan, verb: str, dtype: torch.dtype, wanted: bool) -> tuple[list[Tensor], Tensor | None]:
+def call(
+    comm: Comm, plan: Plan, verb: str, dtype: torch.dtype, softcap: float, wanted: bool
+) -> tuple[list[Tensor], Tensor | None]:
     """One rank's out, lse and gradients; and the largest scores."""
     q, k, v, *weights = inputs(plan, dtype)
     rows = [seqpar.shard(x, plan, comm.rank, side=side) for x, side in ((q, "q"), (k, "kv"), (v, "kv"))]
     leaves = [x.clone().requires_grad_() for x in rows]
-    options: dict[str, Any] = {"return_lse": True, "sinks": torch.full((HEADS,), 100.0), "softcap": 3.0}
+    options: dict[str, Any] = {"return_lse": True, "sinks": torch.full((HEADS,), 100.0), "softcap": softcap}
     if wanted:
         options["return_max_logit"] = True
     if verb == "attention":
@@ -59,28 +61,30 @@ def largest(plan: Plan, verb: str, dtype: torch.dtype) -> Tensor:
 
 
 def check(
-    case: Case, verb: str, dtype: torch.dtype = torch.float64, run: Any = run_threads, limit: float = 1e-12
-) -> None:
+    case: Case, verb: str, softcap: float, dtype: torch.dtype = torch.float64, run: Any = run_threads,
+    limit: float = 1e-12,
+) -> None:  # fmt: skip
+    """With a softcap the scores are computed again, else kernels keep them."""
     plan = case.plan()
     want = largest(plan, verb, dtype)
-    results = run(plan.ranks, call, plan, verb, dtype, True)
-    for (tensors, top), (plain, _) in zip(results, run(plan.ranks, call, plan, verb, dtype, False), strict=True):
+    results, without = (run(plan.ranks, call, plan, verb, dtype, softcap, wanted) for wanted in (True, False))
+    for (tensors, top), (plain, _) in zip(results, without, strict=True):
         assert torch.equal(top, results[0][1])
         assert bool(((top.double() == want) | ((top.double() - want).abs() <= limit * want.abs())).all()), (top, want)
         assert all(torch.equal(a, b) for a, b in zip(tensors, plain, strict=True))
 
 
-def cases() -> list[tuple[Case, str]]:
+def cases() -> list[tuple[Case, str, float]]:
     made = []
     for n, (mask, transport, ranks) in enumerate(product(MASKS, TRANSPORTS, RANKS)):
         for ulysses in divisors(ranks):
             layout = ("zigzag", "lopsided", "arbitrary")[n % 3]
             case = Case(mask, layout, transport, ranks, ulysses, LENGTHS[n % 3], n, pads=n % 4 == 0)
-            made += [(case, verb) for verb in ("attention", "latent_attention")]
+            made += list(product([case], ("attention", "latent_attention"), (0.0, 3.0)))
     return made
 
 
-@pytest.mark.parametrize("number", range(0, len(cases()), 37))
+@pytest.mark.parametrize("number", range(0, len(cases()), 61))
 def test_it_is_the_largest_score_of_all_ranks(number) -> None:
     check(*cases()[number])
 
@@ -91,9 +95,11 @@ def test_it_is_the_largest_score_in_the_whole_product() -> None:
         check(*case)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("verb", ["attention", "latent_attention"])
-def test_of_bf16_it_is_within_a_rounding(verb) -> None:
-    check(Case("window", "zigzag", "fetch", 3, 1, (40, 33)), verb, torch.bfloat16, limit=2**-8)
+def test_of_lower_precision_it_is_within_a_rounding(verb, softcap, dtype, limit) -> None:
+    check(Case("window", "zigzag", "fetch", 3, 1, (40, 33)), verb, softcap, dtype, limit=limit)
 
 
 def test_it_is_minus_infinity_where_nothing_is_seen() -> None:
@@ -109,4 +115,6 @@ def test_it_is_minus_infinity_where_nothing_is_seen() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
 def test_real_processes(comm) -> None:
-    check(Case("tree", "zigzag", "fetch", 3, 1, (30, 11)), "latent_attention", run=partial(run_processes, comm=comm))
+    check(
+        Case("tree", "zigzag", "fetch", 3, 1, (30, 11)), "latent_attention", 0.0, run=partial(run_processes, comm=comm)
+    )

@@ -227,7 +227,7 @@ class PartTensors:
     lse: Tensor  # [h, M]
     blocks: list[ScoredBlock]
     acc: Tensor | None = None  # out in the accumulation dtype, if there are several steps
-    top: Tensor | None = None  # [h] the largest scores, if they are returned
+    top: Tensor | None = None  # [h, M] each row's largest scores, if they are returned
 
 
 def uploaded(plan: Plan, steps: Sequence[Step], device: torch.device) -> UploadedSteps:

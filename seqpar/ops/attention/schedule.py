@@ -135,7 +135,7 @@ def _inside(
         own = out.new_zeros(rows, heads, call.signature.v_dim), lse.new_full((heads, rows), -torch.inf)
     tensors = PartTensors(*traded, *own, call.blocks(part, slopes))
     if call.signature.return_max_logit:
-        tensors.top = lse.new_full(traded[0].shape[1:2], -torch.inf)
+        tensors.top = torch.full_like(tensors.lse, -torch.inf, memory_format=torch.contiguous_format)
     if sinks is not None:
         mine = call.recipe.widths[part.width].shares[0][part.share]
         tensors.lse.copy_(sinks.to(call.recipe.acc)[mine, None].expand_as(tensors.lse))
@@ -171,8 +171,8 @@ def largest(call: Call, insides: Sequence[PartTensors]) -> Tensor:
     top = torch.full((s.heads,), -torch.inf, dtype=recipe.acc, device=s.device)
     for part, tensors in zip(recipe.parts, insides, strict=True):
         mine = recipe.widths[part.width].shares[0][part.share]
-        if tensors.top is not None:
-            top[mine] = torch.maximum(top[mine], tensors.top)
+        if tensors.top is not None and tensors.top.numel():
+            top[mine] = torch.maximum(top[mine], tensors.top.amax(-1))
     for stage, peer in pairs(comm.rank, comm.size):
         heard = comm.empty(top.shape, top.dtype, top.device)
         comm.exchange({peer: [top]}, {peer: [heard]}, tag=call.message(Phase.LARGEST, stage)).wait()
