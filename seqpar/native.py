@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+AVX512_BF16 = 3  # SP_AVX512_BF16 of csrc/base/isa.h
 DIMS = 6  # of a non-contiguous tensor that the operators move: SP_DIMS of csrc/base/dims.h
 
 
@@ -31,6 +32,12 @@ def lacks(operator: str) -> str | None:
     if missing() is None and not hasattr(torch.ops.seqpar_native, operator):
         return f"seqpar._C was built before it had {operator}: build it again (python setup.py build_ext --inplace)"
     return missing()
+
+
+@cache
+def widens_bf16() -> bool:
+    """Whether this CPU multiplies bf16 faster as float32, for want of fast instructions (``csrc/base/isa.h``)."""
+    return missing() is None and int(ops().isa()) < AVX512_BF16
 
 
 @cache

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from seqpar import native
 from seqpar.kernels.blockwise import attend
 from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Score, Sums
 
@@ -133,7 +134,13 @@ def _expand(latents: Tensor, weights: Tensor, out: Tensor) -> None:
     if latents.is_cuda:
         torch.bmm(latents.expand(len(weights), *latents.shape), weights.transpose(1, 2), out=out)
         return
-    for w, of_head in zip(weights, out, strict=True):  # which the CPU computes faster in bf16 than one product of all
+    # by head, which the CPU computes faster in bf16 than one product of all
+    if latents.dtype == torch.bfloat16 and native.widens_bf16():
+        latents, product = latents.float(), out.new_empty(out.shape[1:], dtype=torch.float32)
+        for w, of_head in zip(weights.float(), out, strict=True):
+            of_head.copy_(torch.mm(latents, w.t(), out=product))
+        return
+    for w, of_head in zip(weights, out, strict=True):
         torch.mm(latents, w.t(), out=of_head)
 
 

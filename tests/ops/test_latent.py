@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
+from seqpar import native
 from seqpar.comm import Comm, shm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
+from seqpar.kernels.expanding import _expand
 from seqpar.plan import TRANSPORTS, Plan
 from seqpar.testing import ERROR_GROWTH, dense_attention, relative_rms, run_processes, run_threads
 from tests.cases import LENGTHS, Case, divisors
@@ -189,6 +191,17 @@ class Largest(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self.most = max(self.most, x.untyped_storage().nbytes())
         return found
+
+
+@pytest.mark.parametrize("widens", [True, False])
+def test_expanded_rows_are_rounded_once(widens, monkeypatch) -> None:
+    monkeypatch.setattr(native, "widens_bf16", lambda: widens)
+    g = torch.Generator().manual_seed(3)
+    latents, weights = (torch.randn(*s, generator=g).bfloat16() for s in ((9, 64), (2, 5, 64)))
+    made = torch.full((2, 9, 7), torch.nan, dtype=torch.bfloat16)
+    _expand(latents, weights, made[..., :5])
+    exact = torch.einsum("nr,hdr->hnd", latents.double(), weights.double())
+    assert ((made[..., :5] - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all() and made[..., 5:].isnan().all()
 
 
 def few_queries(comm: Comm, keys: int, expand_bytes: int, stage_bytes: int) -> tuple[int, int]:
