@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from seqpar.plan.recurrence import RecurrentLayer
@@ -11,7 +12,7 @@ from seqpar.plan.recurrence import RecurrentLayer
 DENSE = ("gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 SPARSE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 # Decoders with recurrent layers, alone or among attention.
-DELTA = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+DELTA = ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
 SELECTIVE = ("falcon_mamba", "jamba", "mamba")
 CONVOLVED = ("lfm2", "lfm3")
@@ -135,13 +136,15 @@ def _recurrent(c: _Config, values: Mapping[str, Any], types: list[str]) -> dict[
     if unknown:
         raise ValueError(f"layer types {sorted(unknown)} of {c.kind!r} are not known; build a ModelShape")
     hidden, linear = values["hidden"], c.get("linear_attn_config", default={})
-    if c.kind == "kimi_linear":
+    if c.kind in ("bailing_hybrid", "kimi_linear"):
         layer = RecurrentLayer.kimi_delta(
             hidden,
             heads=linear.get("num_heads") or c.need("linear_num_heads"),
             dim=linear.get("head_dim") or c.need("linear_head_dim"),
             taps=linear.get("short_conv_kernel_size") or c.need("linear_conv_kernel_dim"),
         )
+        if c.kind == "bailing_hybrid":  # whose decay and gate are products of the input, of no low rank
+            layer = replace(layer, projections=hidden * (6 * layer.heads * layer.key_dim + layer.heads))
     elif c.kind in DELTA:
         layer = RecurrentLayer.gated_delta(
             hidden, heads=c.need("linear_num_value_heads"), groups=c.need("linear_num_key_heads"),
@@ -215,7 +218,7 @@ def _sparse(c: _Config) -> bool:
         return "moe" in _types(c)
     if c.kind == "jamba":
         return int(c.get("num_experts", default=16)) > 1
-    return c.kind in (*SPARSE, "kimi_linear", "minimax", "qwen3_5_moe_text", "qwen3_next")
+    return c.kind in (*SPARSE, "bailing_hybrid", "kimi_linear", "minimax", "qwen3_5_moe_text", "qwen3_next")
 
 
 def _entries(config: object) -> Mapping[str, Any]:
@@ -229,7 +232,7 @@ def _entries(config: object) -> Mapping[str, Any]:
 
 def _heads(c: _Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Key heads and dims. In models with low-rank projections, every query head has its own keys."""
-    if c.kind.startswith("deepseek") or c.kind in ("glm4_moe_lite", "kimi_linear"):
+    if c.kind.startswith("deepseek") or c.kind in ("bailing_hybrid", "glm4_moe_lite", "kimi_linear"):
         rope = c.need("qk_rope_head_dim")
         return {
             "kv_heads": values["heads"],

@@ -328,6 +328,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16,
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     },
+    "BailingHybrid": {
+        "num_hidden_layers": 6, "num_key_value_heads": 4, "head_dim": 16, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    },
     "NemotronH": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
         "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "head_dim": 16,

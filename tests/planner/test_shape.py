@@ -280,7 +280,7 @@ def test_windows_of_late_layers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known; known: bamba, .*qwen3_moe"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known; known: bailing_hybrid, bamba, .*qwen3_moe"),
         ({"vocab_size": None, "hidden_size": None}, "model_type 'llama' lacks hidden_size, vocab_size"),
         ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
         ({"sliding_window": 9, "layer_types": ["chunked_attention"] * 32}, "chunked_attention"),

@@ -1,4 +1,4 @@
-"""Linear attention: lightning attention of MiniMax, and delta rules of Qwen3-Next, Qwen3.5, OLMo Hybrid and Kimi.
+"""Linear attention: lightning attention of MiniMax, and delta rules of Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi and Ling.
 
 Lightning attention (arXiv:2501.08313, section 2.2) has a fixed decay of each head. The gated delta rule is
 arXiv:2412.06464, Kimi delta attention arXiv:2510.26692; OLMo Hybrid's rates reach 2, so that states may change sign.
@@ -69,10 +69,20 @@ def recurred(mixer: nn.Module, qkv: Tensor, beta: Tensor, a: Tensor, plan: Tenso
 
 def kimi(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
     """The mixer of Kimi Linear: [1, T, hidden] in and out."""
+    return kimi_delta(mixer, x, mixer.g_b_proj(mixer.g_a_proj(x)), plan)
+
+
+def bailing(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
+    """That of Ling 3 (bailing_hybrid), whose gate has one projection."""
+    return kimi_delta(mixer, x, mixer.g_proj(x), plan)
+
+
+def kimi_delta(mixer: nn.Module, x: Tensor, gate: Tensor, plan: Tensor) -> Tensor:
+    """Kimi delta attention: [1, T, hidden] in and out. gate: of its output, [1, T, heads and dims]."""
     qkv = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
     mixed = convolved(mixer.conv1d, qkv[0], plan, mixer.activation)
     q, k, v = mixed.unflatten(-1, (3, -1, mixer.head_dim)).unbind(1)
     beta = mixer.b_proj(x)[0].sigmoid()
     y = linear_attention(q, k, v, plan, decay=mixer.forget_gate(x)[0], beta=beta, normalize=True)
-    gate = mixer.g_b_proj(mixer.g_a_proj(x)).unflatten(-1, (-1, mixer.head_dim))
-    return mixer.o_proj(mixer.o_norm(y[None], gate).flatten(2))  # type: ignore[no-any-return]
+    y = mixer.o_norm(y[None], gate.unflatten(-1, (-1, mixer.head_dim)))
+    return mixer.o_proj(y.flatten(2))  # type: ignore[no-any-return]

@@ -44,6 +44,7 @@ MIXERS = {
     "Qwen3_5MoeGatedDeltaNet": "linear.qwen3_5",
     "OlmoHybridGatedDeltaNet": "linear.olmo_hybrid",
     "KimiLinearDeltaAttention": "linear.kimi",
+    "BailingHybridDeltaAttention": "linear.bailing",
     "Lfm2ShortConv": "shortconv.short_conv",
     "Lfm2MoeShortConv": "shortconv.short_conv",
     "Lfm3ShortConv": "shortconv.short_conv",
