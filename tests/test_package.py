@@ -114,7 +114,7 @@ ORDER = {
     "integrations": """
         adapters hf hf/config hf/latents
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/planning hf/plans hf/prefetch hf/attention
+        hf/mask hf/forward hf/attention hf/indexed hf/planning hf/plans hf/prefetch
         hf/recurrent hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba
         hf/recurrent/rglru hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention

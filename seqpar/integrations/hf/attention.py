@@ -37,6 +37,7 @@ from seqpar.trial.record import under_trial
 
 KEY = "seqpar"
 DEFAULT = Numerics()
+CHOSEN = "indices"  # the keyword of layers that choose their keys
 NUMERICS = "_seqpar_numerics"  # an attribute of the modules of a parallel model whose numerics are not the default
 
 
@@ -165,25 +166,24 @@ def attention_function(
             if (found := latents_of(module)) is not None:
                 how["made"] = partial(weights, found[1], key, value)
             return state.attend(module, query, attention_mask, **how), None
-    if isinstance(attention_mask, UnsupportedMask):
-        with errors_on_all_ranks("attention", surrounding().comm):
-            raise attention_mask
-    if isinstance(attention_mask, Tensor) and attention_mask.shape == (1, 1, 1, 1):
-        attention_mask = attention_mask.view(())
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() or attention_mask.dtype != torch.int64:
-        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
-        kind = OwnMask if isinstance(attention_mask, Tensor) else NotImplementedError
-        raise kind(
-            f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must come from "
-            f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
-        )
-    _refuse_unknown(module, rest, attention_mask)
+    indices: Tensor | None = None
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype is torch.bool:
+        indices = rest.pop(CHOSEN, None)
+    if indices is None:
+        attention_mask = handle_of(module, attention_mask)
+        _refuse_unknown(module, rest, attention_mask)
+    else:
+        _refuse_unknown(module, rest | {"dropout": dropped(dropout), "softcap": softcap, "s_aux": s_aux}, None)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     latents = latents_of(module)
     if not torch.compiler.is_compiling() and (record := under_trial()) is not None:
         if latents is not None:
             latents[0].attends(key, value)
         return record.attended((*q.shape[:2], v.shape[2]), q, k, v)[None], None
+    if indices is not None:
+        seen = attention_mask & torch.zeros_like(attention_mask).scatter(-1, indices.long()[:, None], True)
+        out, _ = AttentionInterface().get_interface("sdpa", None)(module, query, key, value, seen, scaling=scaling)
+        return out, None
     dropout = dropped(dropout)
     seed = _seed(module, attention_mask) if dropout else None
     numerics = module.__dict__.get(NUMERICS, DEFAULT)
@@ -196,6 +196,26 @@ def attention_function(
     w_k, w_v = weights(latents[1], key, value)
     rotated = value[0, 0].to(key.dtype)
     return latent_attention(q, key[0, 0], rotated, w_k, w_v, attention_mask, **options)[None], None
+
+
+def handle_of(module: nn.Module, mask: Any) -> Tensor:
+    """The handle of a layer's plan, 0-d, of the mask that the layer got.
+
+    Raises: NotImplementedError, the reason where there is no plan, or for a mask that is not from `mask_of`.
+    """
+    if isinstance(mask, UnsupportedMask):
+        with errors_on_all_ranks("attention", surrounding().comm):
+            raise mask
+    if isinstance(mask, Tensor) and mask.shape == (1, 1, 1, 1):
+        mask = mask.view(())
+    if not isinstance(mask, Tensor) or mask.dim() or mask.dtype != torch.int64:
+        got = list(mask.shape) if isinstance(mask, Tensor) else mask
+        kind = OwnMask if isinstance(mask, Tensor) else NotImplementedError
+        raise kind(
+            f"{type(module).__name__} got attention_mask={got!r:.200}, which is not seqpar's: it must come from "
+            f"transformers.masking_utils for {KEY!r}, inside seqpar.parallel or by a model given to seqpar.parallelize"
+        )
+    return mask
 
 
 def _refuse_unknown(module: nn.Module, rest: dict[str, Any], mask: Tensor | None) -> None:

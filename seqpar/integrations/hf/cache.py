@@ -32,6 +32,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
 from seqpar.facts.value import Ints, integer
+from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.latents import hands_on_latents, layers
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import COLUMNS
@@ -280,13 +281,15 @@ def unsplit(model: PreTrainedModel, fit: Any, *, alone: bool, rewritten: bool) -
     taken = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     config = model.config.get_text_config()
     shared, expands = getattr(config, "num_kv_shared_layers", 0), bool(layers(model))
+    chosen = bool(indexed.layers(model))
     rules = [rule for rule in fit.rules if not rule.causal or rule.block or rule.chunk is not None]
     reasons = {
         f"transformers {transformers.__version__} takes no cache by that name, 5.24 does": "cache" not in taken,
         "it generates no tokens": not isinstance(model, GenerationMixin) or fit.head is None,
         "its text model is inside a model of images": not alone,
         "its recurrent layers or convolutions have states instead of keys": fit.recurrent,
-        "it computes attention outside transformers' interface": rewritten,
+        "it computes attention outside transformers' interface": rewritten and not chosen,
+        "its layers choose their keys by an indexer": chosen,
         f"{shared} of its layers share the keys of others": bool(shared),
         "its rotary embeddings depend on the length": bool(lengthy(model)),
         f"layers see keys by {rules[:1]}": bool(rules),

@@ -17,6 +17,7 @@ from seqpar.private.transformers import SLICES_MASKS, can_set_attention, is_stat
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 STATE = "it carries a state from token to token (a recurrent or state space model)"
+INDEXED_LAYERS = {"indexed_attention"}  # which choose their keys
 HYBRID_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "mlp", "moe"}  # of models with recurrent layers
 CROSS = "it has cross-attention (an encoder and a decoder)"
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
@@ -48,13 +49,13 @@ def mixing_layers(config: PreTrainedConfig, *, recurrent: bool = False, shared: 
     """The parts of a (text) config's model that see rows of other ranks outside attention; empty if none is known.
 
     recurrent: whether seqpar computes its recurrent layers, so that they are not among those parts. shared: whether it
-    shares out the batch, so that balance losses, the longest position and places are those of all ranks.
+    shares out the batch, so that balance losses, the longest position, places and chosen keys are those of all ranks.
     """
     reasons = []
     model = _class_of(type(config))
     if is_stateful(model, False) and not recurrent:
         reasons.append(STATE)
-    served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set())
+    served = ATTENTION_LAYERS | (HYBRID_LAYERS if recurrent else set()) | (INDEXED_LAYERS if shared else set())
     if other := set(getattr(config, "layer_types", None) or ()) - served:
         reasons.append(f"it has layers of types {sorted(other)}")
     if getattr(config, "token_dropout", False) and not shared:

@@ -26,6 +26,7 @@ from seqpar.comm.entry import uncompiled
 from seqpar.data.batch import Reading, read
 from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
+from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, implementation, left_out, numbered, register
 from seqpar.integrations.hf.cache import ShardedCache, check_generation, unsplit
 from seqpar.integrations.hf.config import text_of
@@ -149,7 +150,8 @@ class TransformerHandle(ParallelModel):
 
     def describe(self) -> str:
         """What the layers exchange: keys and values, or latents of multi-head latent attention; and else why not."""
-        found = described(self.model) or ["all layers of attention exchange keys and values"]
+        found = [*described(self.model), *indexed.described(self.model)]
+        found = found or ["all layers of attention exchange keys and values"]
         return "\n".join([f"{type(self.model).__name__} on {self.comm.size} ranks", *found])
 
     def prefetch(

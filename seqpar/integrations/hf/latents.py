@@ -28,6 +28,7 @@ from seqpar.private import torch as torch_private
 from seqpar.trial.record import under_trial
 
 EXPAND = "expand_kv"
+INDEXER = "indexer"  # of layers that choose their keys (`seqpar.integrations.hf.indexed`); None if a layer before chose
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -64,8 +65,9 @@ def latents_of(module: nn.Module) -> tuple[Latents, Expand] | None:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    """The layers that expand latents."""
-    return [module for module in model.modules() if callable(getattr(module, EXPAND, None))]
+    """The layers that expand latents for attention to all keys that they see."""
+    expanding = (module for module in model.modules() if callable(getattr(module, EXPAND, None)))
+    return [module for module in expanding if not hasattr(module, INDEXER)]
 
 
 def decide(model: PreTrainedModel, twin: nn.Module | None) -> None:
@@ -104,8 +106,6 @@ def weights(expand: Expand, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Te
 @torch.no_grad()
 def refusal(module: Any, expand: Expand) -> str:
     """Why an expansion cannot be taken apart into weights, or "", tried on a few rows."""
-    if getattr(module, "indexer", None) is not None:
-        return "it chooses its keys by an indexer"
     if any(isinstance(part, torch_private.DropoutNd) and part.p > 0 for part in module.modules()):
         return "it drops parts of what it expands"
     rank, turned = (

@@ -18,6 +18,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf.config import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS, PlanState
+from seqpar.integrations.hf.indexed import layers
 from seqpar.integrations.hf.latents import hands_on_latents
 from seqpar.plan import Plan
 from seqpar.planner import Forecast, Hardware, ModelShape, plan_batch
@@ -52,8 +53,12 @@ class ModelPlanner:
         if state not in self._weighed:
             # the device decides how much fits: its memory, and what else uses it, is unknown
             machine = replace(Hardware.preset("cpu" if state.device == "cpu" else "h100"), memory=1 << 60)
-            shape = shape_of(self._model.config.get_text_config())
-            shape = replace(shape, latents=shape.latents and hands_on_latents(self._model))
+            config = self._model.config.get_text_config()
+            shape = shape_of(config)
+            if layers(self._model):
+                shape = shape_of_chosen(shape, config)
+            else:
+                shape = replace(shape, latents=shape.latents and hands_on_latents(self._model))
             self._weighed[state] = replace(shape, recompute="full") if state.recomputed else shape, machine
         return self._weighed[state]
 
@@ -70,6 +75,19 @@ def forecast_apart(mask: Mask, source: Layout, shape: ModelShape, machine: Hardw
     phases = Ticks(attention, np.zeros_like(ticks), rows * w.row, rows * w.label, recurrent)
     bound = lower_bound(layers, w, source.ranks)
     return Forecast(phases, bound, w.second, rows, Memory.of(shape, machine, 0), shape, machine, machine.node)
+
+
+def shape_of_chosen(shape: ModelShape, config: PreTrainedConfig) -> ModelShape:
+    """The shape of a model whose layers choose their keys: each rank computes all heads of its queries, as if one.
+
+    The indexer's heads add to it, and its key to what is fetched. shape: from the sizes that all configs have.
+    """
+    rotated, index = config.qk_rope_head_dim, config.index_head_dim
+    return replace(
+        shape, heads=1, kv_heads=1, v_dim=shape.heads * config.v_head_dim, kv_rank=config.kv_lora_rank,
+        dim=shape.heads * (config.qk_nope_head_dim + rotated) + config.index_n_heads * index,
+        rope_dim=rotated + index, latents=True,
+    )  # fmt: skip
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from seqpar.foreign import name_of
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
 from seqpar.integrations.hf.forward import dropped, making
+from seqpar.integrations.hf.indexed import attend, layers
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import dropping_tokens, scaled
 from seqpar.integrations.hf.recurrent.mixers import mix, mixers
@@ -207,6 +208,7 @@ CLASSES: dict[str, Replacement] = {
 }
 MIXER = Replacement("forward", mix)
 SCALED = Replacement("forward", scaled)
+INDEXED = Replacement("forward", attend)
 
 
 def rewritten_attention(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
@@ -217,8 +219,8 @@ def rewritten_attention(model: nn.Module) -> list[tuple[nn.Module, Replacement]]
 
 def replacements(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
     """The modules of a model that seqpar computes itself, wholly or in part, and what replaces a method of each."""
-    dropping = ((module, SCALED) for module in dropping_tokens(model))
-    return [*((mixer, MIXER) for mixer in mixers(model)), *rewritten_attention(model), *dropping]
+    known = ((mixers(model), MIXER), (dropping_tokens(model), SCALED), (layers(model), INDEXED))
+    return [*rewritten_attention(model), *((module, written) for modules, written in known for module in modules)]
 
 
 def sees_places(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.attention import OwnMask
 from seqpar.integrations.hf.config import EDITED, MEDIA, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
 from seqpar.integrations.hf.heads import LocalHead, has_pad, tried
@@ -54,7 +55,7 @@ def refusals(model: PreTrainedModel) -> list[str]:
     if not can_set_attention(model)() and not rewritten_attention(model):
         reasons.append(NO_INTERFACE)
     known = mixers(model)
-    served = bool(lengthy(model) or rewritten_attention(model) or dropping_tokens(model))
+    served = any(find(model) for find in (lengthy, rewritten_attention, dropping_tokens, indexed.layers))
     shared = served or not mixing_layers(model.config.get_text_config(), recurrent=True)
     reasons += config_refusals(model, recurrent=bool(known), shared=shared)
     inside = {part for mixer in known for part in mixer.modules()}

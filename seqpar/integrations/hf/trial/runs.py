@@ -30,6 +30,7 @@ from seqpar.integrations.hf.config import ASKED, caching, hiding, takes_any, tex
 from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weight_of, without_hooks
 from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, LocalHead, pools
+from seqpar.integrations.hf.indexed import chosen_by_order, few_chosen
 from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, softcapped, tokens_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
@@ -116,7 +117,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def precise(model: nn.Module) -> Iterator[None]:
     """A quiet context in which rounding hides nothing, nor do weights that are nearly 0."""
-    with quiet(model), exact_tables(model), drawn(model):
+    with quiet(model), exact_tables(model), few_chosen(model), drawn(model):
         yield
 
 
@@ -225,8 +226,11 @@ def findings(runs: TrialRuns) -> ModelFit | None:
         return None
     result = results[0]
 
-    one = runs.on_all(documents=[TOKENS])
+    with chosen_by_order(model) as by_order:
+        one = runs.on_all(documents=[TOKENS])
     check_shown(model, whole[result], one[result])
+    if by_order:
+        reasons.append(f"its {by_order[0]} gives several keys the same score, and chooses by how many keys there are")
     if how := runs.mixing(results):
         reasons.append(
             "tokens meet outside its attention, or their positions are not their position_ids (convolution, "
