@@ -25,6 +25,10 @@ NEWER: dict[tuple[str, tuple[int, int]], dict[str, str]] = {("peft", (0, 21)): {
     "advice/test_adapters.py::test_a_term_that_an_adapter_adds_to_the_loss": "AdaLoRA takes no orth_reg_weight of 0",
 }, ("matplotlib", (3, 8)): {
     "plan/test_plot.py::test_a_mask_of_bands_and_documents_of_several_widths": "its layout collapses",
+}, ("transformers", (5, 24)): {
+    f"{HF}test_vision.py::test_every_family_spread_and_form[mistral_large4": "Mistral Large 4",
+    f"{HF}test_absent.py::test_what_is_absent_means_what_it_means_on_one_process[mistral_large4": "Mistral Large 4",
+    "planner/test_recurrent.py::test_parameters_of_a_config_are_those_of_its_model[BailingHybrid": "Ling 3",
 }, ("transformers", (5, 23)): {
     f"{HF}test_towers.py::test_pooled_images_come_home": "LFM 3 VL",
     f"{HF}test_towers.py::test_an_output_that_nobody_knows": "LFM 3 VL",

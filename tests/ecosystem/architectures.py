@@ -72,7 +72,7 @@ DENSE = _many(
     "dense",
     "llama qwen2 qwen3 mistral ministral3 gemma gemma2 gemma3_text gemma3n_text gemma4_text phi phi3 gpt2 gpt_neox "
     "gpt_bigcode opt starcoder2 cohere cohere2 olmo2 olmo3 smollm3 glm4 granite stablelm nemotron exaone4 ernie4_5 "
-    "seed_oss hunyuan_v1_dense modernbert-decoder gptj gpt_neo bloom mpt falcon codegen",
+    "seed_oss hunyuan_v1_dense minicpm3 youtu modernbert-decoder gptj gpt_neo bloom mpt falcon codegen",
 )
 DENSE |= {
     "opt-positions": Architecture("opt", "dense", positions=0),
@@ -93,7 +93,8 @@ DENSE |= {
 EXPERTS = _many(
     "experts",
     "mixtral qwen2_moe qwen3_moe gpt_oss deepseek_v2 deepseek_v3 glm4_moe olmoe phimoe granitemoe llama4_text "
-    "minimax_m2 ernie4_5_moe hunyuan_v1_moe deepseek_v32 dbrx",
+    "minimax_m2 ernie4_5_moe hunyuan_v1_moe deepseek_v32 dbrx glm4_moe_lite longcat_flash mistral4 axk1 glm_moe_dsa "
+    "axk2",
 )
 EXPERTS["phimoe"] = Architecture("phimoe", "experts", training=False)  # draws experts
 EXPERTS["mixtral-balance-loss"] = Architecture(
@@ -120,7 +121,7 @@ HYBRIDS = _many(
     "hybrid",
     "qwen3_next qwen3_5_text falcon_h1 mamba falcon_mamba mamba2 jamba bamba nemotron_h lfm2 recurrent_gemma zamba "
     "zamba2 minimax olmo_hybrid "
-    "granitemoehybrid kimi_linear qwen3_5_moe_text lfm2_moe lfm3 rwkv xlstm",
+    "granitemoehybrid kimi_linear bailing_hybrid qwen3_5_moe_text lfm2_moe lfm3 rwkv xlstm",
 )
 SEEN = {"image": 51, "video": 52, "start": 53, "end": 54}  # tokens that stand for images, and around them
 ID, INDEX = {"image_token_id": SEEN["image"]}, {"image_token_index": SEEN["image"]}
@@ -132,7 +133,7 @@ IMAGES = {
     for kind, config in {
         "llava": INDEX, "mistral3": INDEX, "internvl": ID, "llama4": INDEX, "qwen2_5_vl": GRIDS, "qwen3_vl": GRIDS,
         "gemma3": INDEX | {"mm_tokens_per_image": 4, "boi_token_index": 53, "eoi_token_index": 54},
-        "paligemma": INDEX | {"projection_dim": 32}, "smolvlm": ID,
+        "paligemma": INDEX | {"projection_dim": 32}, "smolvlm": ID, "mistral_large4": INDEX,
     }.items()
 }  # fmt: skip
 # not in the table, but tried with images: built like others
@@ -156,6 +157,11 @@ OTHERS |= {
 TABLE = {**DENSE, **EXPERTS, **ENCODERS, **HYBRIDS, **IMAGES, **OTHERS}
 
 # what `SIZES` cannot know of a kind
+MLA = {"head_dim": "unset", "num_key_value_heads": 4}
+# so many heads that no two scores tie
+INDEXED = MLA | {
+    "index_n_heads": 24, "index_head_dim": 16, "index_topk": 4, "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
 MAMBA = {"n_heads": 4, "num_heads": 4}
 VISION = {"depth": 2, "image_size": 28, "patch_size": 14, "num_key_value_heads": "unset", "head_dim": "unset"}
 LARGE = VISION | {"image_size": 56}
@@ -182,9 +188,25 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "codegen": {"n_ctx": 128, "n_head": 4},
     "deepseek_v2": {"head_dim": "unset", "first_k_dense_replace": 1, "num_key_value_heads": 4, "qk_rope_head_dim": 8},
     "deepseek_v3": {"head_dim": "unset", "first_k_dense_replace": 1, "num_key_value_heads": 4},
-    "deepseek_v32": {
-        "head_dim": "unset", "first_k_dense_replace": 1, "num_key_value_heads": 4, "index_n_heads": 2,
-        "index_head_dim": 16, "index_topk": 4,
+    "glm4_moe_lite": MLA | {"mlp_layer_types": ["dense", "sparse"]},
+    "longcat_flash": {
+        "head_dim": 8, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2, "num_key_value_heads": 4,
+    },
+    "minicpm3": MLA, "mistral4": MLA, "youtu": MLA, "axk1": MLA,
+    "deepseek_v32": INDEXED | {"first_k_dense_replace": 1, "mlp_layer_types": "unset"},
+    "glm_moe_dsa": INDEXED | {
+        "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+    },
+    "axk2": INDEXED | {"gated_norm_rank": 4},
+    "mistral_large4_text": INDEXED | {
+        "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
+        "indexer_types": ["full", "shared", "full", "full"], "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 1], "q_lora_rank": "unset", "n_group": 1,
+    },
+    "bailing_hybrid": {
+        "layer_types": HYBRID, "mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": "unset",
     },
     "glm4_moe": {"first_k_dense_replace": 1},
     "llama4_text": {

@@ -20,7 +20,7 @@ TEXT = 50  # tokens of text lie below
 GRIDS = ("qwen2_5_vl", "qwen3_vl")
 LIKE = {  # take inputs of the same form
     "qwen2_vl": "qwen2_5_vl", "qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "idefics3": "smolvlm",
-    "aya_vision": "llava", "cohere2_vision": "llava",
+    "aya_vision": "llava", "cohere2_vision": "llava", "mistral_large4": "mistral3",
 }  # fmt: skip
 SEVERAL = ("mistral3", *GRIDS)  # take images of several sizes
 

@@ -1,4 +1,4 @@
-"""Models with multi-head latent attention exchange latents: losses and gradients as on one process, and bytes."""
+"""Models with multi-head latent attention exchange latents, those with an indexer too: results, gradients and bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from seqpar import Comm, LocalComm
 from seqpar.integrations.hf import latents
 from seqpar.testing import run_processes, run_threads
 from tests.ecosystem import architectures
-from tests.ecosystem.architectures import Architecture
+from tests.ecosystem.architectures import TABLE, Architecture
 from tests.ecosystem.ways import islands
-from tests.integrations.hf.hybrids import alone, check, gradients, on_ranks, striped, zigzag
-from tests.integrations.hf.models import batches
+from tests.integrations.hf.hybrids import alone, check, gradients, striped, zigzag
+from tests.integrations.hf.models import batches, logits_of
 from tests.ranks import in_wrapper, whole_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -41,26 +41,65 @@ MLA: dict[str, dict[str, Any]] = {
     "mistral4": {"q_lora_rank": 16},
     "youtu": {"q_lora_rank": 16, "head_dim": 4},
     "axk1": {"q_lora_rank": 16, "head_dim": 4},
+    "bailing_hybrid": {},
 }
+CHOOSING = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4")  # with an indexer of many heads: no scores tie
+KINDS = (*MLA, *CHOOSING)
 
 
 def build(kind: str, dtype: torch.dtype = DOUBLE) -> Any:
     """A small model, the same whenever it is called."""
+    row = TABLE[kind] if kind in CHOOSING else Architecture(kind, "latents", DIMS | MLA[kind])
     with islands(dtype):
-        return architectures.build(Architecture(kind, "latents", DIMS | MLA[kind]), dtype=dtype)
+        return architectures.build(row, dtype=dtype)
 
 
 def layers_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "expand_kv")]
 
 
-@pytest.mark.parametrize("kind", MLA)
+def outcome(comm: Comm, model: Any, every: list[dict[str, Tensor]], plan: Any) -> Any:
+    """The loss, this rank's part of the gradients, and the logits of its batch, of a copy of the model."""
+    own, batch = copy.deepcopy(model), every[comm.rank]
+    with islands(DOUBLE), seqpar.parallelize(own, comm, plan=plan) as handle:
+        assert "exchange latents" in handle.describe()
+        loss = own(**batch).loss
+        loss.backward()
+        with torch.no_grad():
+            logits = own(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    return (float(loss.detach()), gradients(own)), logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.sampled(4)
-def test_a_model_has_the_loss_and_gradients_of_one_process(kind, ranks) -> None:
+def test_a_model_has_the_logits_loss_and_gradients_of_one_process(kind, ranks) -> None:
     model, every = build(kind), batches("packed", ranks)
-    found = run_threads(ranks, on_ranks, model, every, DOUBLE, {"plan": zigzag if ranks == 2 else striped})
-    check(found, alone(model, every, DOUBLE), 1e-9)
+    found = run_threads(ranks, outcome, model, every, zigzag if ranks == 2 else striped)
+    check([result for result, _ in found], alone(model, every, DOUBLE), 1e-9)
+    with islands(DOUBLE), torch.no_grad():
+        for (_, logits), batch in zip(found, every, strict=True):
+            whole = logits_of(model, batch)
+            assert (logits - whole).abs().max() <= 1e-9 * whole.abs().max()
+
+
+def adapted(kind: str) -> Any:
+    """A model with adapters of the expansion that change it."""
+    model = build(kind)
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False)).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(6)
+def test_adapters_of_the_expansion_are_in_the_result_under_checkpoints_too(kind) -> None:
+    model, every = adapted(kind), batches("packed", 2)
+    whole = alone(model, every, DOUBLE)
+    changed = [name for name, grad in whole[1].items() if "lora" in name and grad.any()]
+    assert len(changed) == 2 * len([module for module in model.modules() if hasattr(module, "expand_kv")])
+    contexts = {"context_fn": lambda: (islands(DOUBLE), islands(DOUBLE))}  # backward leaves that of the forward
+    model.gradient_checkpointing_enable({"use_reentrant": False} | contexts)
+    check([result for result, _ in run_threads(2, outcome, model, every, zigzag)], whole, 1e-9)
 
 
 def sent(comm: Comm, model: Any, *, expanded: bool) -> tuple[int, int, str]:
@@ -92,41 +131,21 @@ def test_it_sends_latents_and_says_so() -> None:
         assert instead.endswith("exchange keys and values: the test wants keys")
 
 
-def test_adapters_of_the_expansion_are_in_the_result() -> None:
-    model, every = build("deepseek_v3"), batches("packed", 2)
-    torch.manual_seed(1)
-    lora = LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False)
-    adapted = get_peft_model(model, lora).double()
-
-    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        own = copy.deepcopy(adapted)
-        with islands(DOUBLE), seqpar.parallelize(own, comm, plan=zigzag) as handle:
-            assert "exchange latents" in handle.describe()
-            loss = own(**every[comm.rank]).loss
-            loss.backward()
-        return float(loss.detach()), gradients(own)
-
-    whole = alone(adapted, every, DOUBLE)
-    assert len([name for name, grad in whole[1].items() if "lora" in name and grad.any()]) == 4
-    check(run_threads(2, rank), whole, 1e-9)
+def sharded(comm: Comm, kinds: tuple[str, ...], first: bool) -> list[tuple[float, dict[str, Tensor]]]:
+    """Of models that FSDP2 shards before or after they are made parallel."""
+    return [_sharded(comm, kind, first) for kind in kinds]
 
 
-def test_layers_under_checkpoints_exchange_latents_again() -> None:
-    model, every = build("deepseek_v3", torch.float32), batches("packed", 2)
-    whole = alone(model, every)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    check(run_threads(2, on_ranks, model, every, torch.float32, {"plan": zigzag}), whole, 2e-5)
-
-
-def sharded(comm: Comm, first: bool) -> tuple[float, dict[str, Tensor]]:
-    """Of a model that FSDP2 shards before or after it is made parallel."""
-    model = build("deepseek_v3", torch.float32)
-    wrapped = in_wrapper(model, "fsdp", model.base_model.layers) if first else model
-    handle = seqpar.parallelize(model, comm, average_over=comm.size, plan=zigzag)
-    assert "exchange latents" in handle.describe()
-    wrapped = wrapped if first else in_wrapper(model, "fsdp", model.base_model.layers)
-    loss = wrapped(**batches("packed", comm.size)[comm.rank]).loss
-    loss.backward()
+def _sharded(comm: Comm, kind: str, first: bool) -> tuple[float, dict[str, Tensor]]:
+    with islands(DOUBLE):
+        model = build(kind)
+        parts = model.base_model.get_decoder().layers
+        wrapped = in_wrapper(model, "fsdp", parts) if first else model
+        handle = seqpar.parallelize(model, comm, average_over=comm.size, plan=zigzag)
+        assert "exchange latents" in handle.describe()
+        wrapped = wrapped if first else in_wrapper(model, "fsdp", parts)
+        loss = wrapped(**batches("packed", comm.size)[comm.rank]).loss
+        loss.backward()
     grads = {n: torch.zeros(()) for n, _ in model.named_parameters()} | whole_gradients(model)
     return float(loss.detach()), {n: grad / comm.size for n, grad in grads.items()}
 
@@ -134,7 +153,9 @@ def sharded(comm: Comm, first: bool) -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", [False, True])
 def test_layers_may_be_sharded(first) -> None:
-    check(run_processes(2, sharded, first), alone(build("deepseek_v3", torch.float32), batches("packed", 2)), 2e-5)
+    kinds = tuple(kind for kind in KINDS if not first or kind != "mistral_large4")  # of which no small one is made
+    for kind, *found in zip(kinds, *run_processes(2, sharded, kinds, first, timeout=900.0), strict=True):
+        check(found, alone(build(kind), batches("packed", 2), DOUBLE), 1e-9)
 
 
 def curved(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
