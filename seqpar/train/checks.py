@@ -85,23 +85,23 @@ class StepChecks:
         return type(self._model()).__name__
 
     def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object]
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object], hint: str = FEWER
     ) -> list[Any]:
         """Every rank's value if all ranks have equal facts, no error and equal weights; costs one `Comm.gather`.
 
         Raises: as `Comm.gather`; ValueError on every rank if weights differ, or what requires gradients.
         """
         if self.comm.size == 1:
-            return self.comm.gather(what, value, error, facts=facts, hint=FEWER)
+            return self.comm.gather(what, value, error, facts=facts, hint=hint)
         gathered = None
         try:
-            gathered = self.comm.gather(what, value, error, facts={**facts, WEIGHTS: self._fact()}, hint=FEWER)
+            gathered = self.comm.gather(what, value, error, facts={**facts, WEIGHTS: self._fact()}, hint=hint)
         except ValueError as refused:
             if getattr(refused, "differing", "") != WEIGHTS:
                 raise
         if gathered is None:  # outside the except clause: its error, about digests, would be printed above this one's
             self._compare(what)
-            gathered = self.comm.gather(what, value, error, facts=facts, hint=FEWER)
+            gathered = self.comm.gather(what, value, error, facts=facts, hint=hint)
         self._seen, self._equal, self._steps, self._unsummed = self._now, True, 0, False
         return gathered
 

@@ -47,6 +47,10 @@ REFUSED = (
     "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "cache_implementation",
     "output_attentions", "output_hidden_states", "inputs_embeds", "custom_generate",
 )  # fmt: skip
+TOGETHER = (  # what to do where a rank does not come to a call
+    "call generate on every rank with its cache=handle.cache(), the same ids and the same options, and if it samples, "
+    "after the same torch.manual_seed"
+)
 ROOM = 64  # rows of a sequence on a rank to allocate beyond those that are needed
 
 

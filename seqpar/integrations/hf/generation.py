@@ -27,7 +27,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
 from seqpar.facts.value import Ints
-from seqpar.integrations.hf.cache import CacheStep, ShardedCache
+from seqpar.integrations.hf.cache import TOGETHER, CacheStep, ShardedCache
 from seqpar.integrations.hf.forward import Forward, during
 from seqpar.integrations.hf.mask import Rule, blocks_of, rule_of
 from seqpar.ops import unshard
@@ -71,7 +71,7 @@ def cached_forward(
     facts: dict[str, object] = {}
 
     def compared(value: Any, error: Exception | None) -> list[Any]:
-        return gather(what, value, error, facts=facts)
+        return gather(what, value, error, facts=facts, hint=TOGETHER)
 
     with gathering(what, comm, compared):
         check()

@@ -28,7 +28,7 @@ from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced, unpicklable
 from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, implementation, left_out, numbered, register
-from seqpar.integrations.hf.cache import ShardedCache, check_generation, unsplit
+from seqpar.integrations.hf.cache import TOGETHER, ShardedCache, check_generation, unsplit
 from seqpar.integrations.hf.config import text_of
 from seqpar.integrations.hf.experts import can_ask
 from seqpar.integrations.hf.forward import LayerPlans, planned
@@ -49,7 +49,7 @@ from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import ModelFit
 from seqpar.integrations.hf.trial.twin import elsewhere, twin_of
 from seqpar.ops.attention.signature import Accuracy, Numerics
-from seqpar.ops.core.agreement import agreement
+from seqpar.ops.core.agreement import agreement, gathering
 from seqpar.ops.core.precompute import recent_attention, recent_recurrent
 from seqpar.plan import Plan
 from seqpar.private.transformers import attention_of
@@ -239,7 +239,8 @@ class TransformerHandle(ParallelModel):
         sharded = by_fsdp(self.model)
         cache = next((each for each in named.values() if isinstance(each, ShardedCache)), None)
         if cache is not None and not self.inactive:
-            with agreement(f"{type(self.model).__name__}.{name} with a cache", self.comm, every=True):
+            what = f"{type(self.model).__name__}.{name} with a cache"
+            with gathering(what, self.comm, partial(self.comm.gather, what, hint=TOGETHER)):
                 check_generation(self.model, name, args, named)
                 if sharded is not None and len(sharded.ranks) not in (1, self.comm.size):
                     raise NotImplementedError(
