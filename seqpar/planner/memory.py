@@ -25,6 +25,7 @@ from seqpar.planner.shape import ModelShape
 from seqpar.planner.training import Training
 
 LOGITS = 1024  # rows of a chunk of the head
+EXPANDED = 256 << 20  # bytes of a buffer that is made of latents: the default of `seqpar.latent_attention`
 # NCCL's buffer of a channel to a peer (NCCL_BUFFSIZE), and the channels that it connects to each peer over NVLink
 # (`p2pnChannelsPerPeer`, 2 for an NVLink, at most 32): 7 peers take up to 0.94 GB once an exchange has reached them.
 BUFFER, CONNECTED = 4 << 20, 32
@@ -44,8 +45,8 @@ class Moment(NamedTuple):
     """Bytes of a rank at one moment of a step, by kind, and ``row`` bytes of activations for each of its rows.
 
     state: of the model. weights: gathered, with gradients that are being summed. head: logits and the head's gradient.
-    exchanged: buffers of the comm, states on their way, and a tile. stages: keys on their way with their gradients, but
-    no more than those of all other ranks, ``keys`` bytes for each row of a rank.
+    exchanged: buffers of the comm, states on their way, and a tile. stages: keys on their way, and those made of
+    latents, with their gradients, but no more than those of all other ranks, ``keys`` bytes for each row of a rank.
     """
 
     name: str
@@ -112,8 +113,9 @@ class Memory:
         A row keeps its activations under the recompute policy, and in one layer at a time the accumulators of output
         and query gradient, or the products of a recurrence. Fixed: two stages of keys with their gradients, two layers'
         weights as FSDP gathers them, and a chunk of logits with its gradient; the states of a recurrent layer that pass
-        along a document's ranks of one node, with their gradients. With NCCL a third stage of keys, which arrives while
-        one waits, and NCCL's buffers for the peers of a node.
+        along a document's ranks of one node, with their gradients; the keys that latents become, for some heads at a
+        time, with their gradients. With NCCL a third stage of keys, which arrives while one waits, and NCCL's buffers
+        for the peers of a node.
 
         Raises: ValueError if something is kept on the host without bytes for it.
         """
@@ -125,13 +127,18 @@ class Memory:
             passed = shape.recurrent.bytes(shape.dtype)
             states = 2 * hardware.node * (passed.state + passed.map)
         stages = stage_bytes * ((3 if nccl else 2) * size + 2 * acc) // size
+        made = shape.kv_heads * (shape.dim + shape.values) * (size + acc) if shape.latents else 0  # of a row
+        expanded = EXPANDED * (size + acc) // acc if made else 0
         buffers = (hardware.node - 1) * CONNECTED * BUFFER if nccl else 0
         logits = 2 * LOGITS * shape.vocab * acc
         usable = hardware.memory - hardware.reserve - hardware.memory // SLACK
         if training is None:
             gathered = 2 * size * -(-shape.parameters // shape.layers)
             row = shape.activation_bytes + acc * working
-            return cls((Moment("rows", 0, gathered, logits, stages + buffers + states, row),), usable)
+            exchanged = stages + buffers + states
+            return cls(
+                (Moment("rows", 0, gathered, logits, exchanged, row, expanded, made * max(1, ranks - 1)),), usable
+            )
         count, policy = first
         parts = [(count, replace(shape, recompute=policy)), (shape.layers - count, shape)]
         parameters = shape.parameters
@@ -145,7 +152,8 @@ class Memory:
         moments = _moments(
             shape, training, ranks, runs, parameters=parameters, logits=logits, exchanged=states, own_loss=own_loss
         )
-        keys = (ranks - 1) * shape.row_bytes * (size + acc) // size
+        keys = (ranks - 1) * shape.row_bytes * (size + acc) // size + made * max(1, ranks - 1)
+        stages = (stages if ranks > 1 else 0) + expanded
         moments = [m._replace(stages=stages, keys=keys) if m.name in BACKWARD else m for m in moments]
         moments = [m._replace(exchanged=m.exchanged + buffers) for m in moments]
         state = _share(training.state_bytes * parameters, training.over(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from seqpar import latent_attention
 from seqpar.planner import Hardware, ModelShape, Training, plan_batch, plan_step
-from seqpar.planner.memory import Memory
+from seqpar.planner.memory import EXPANDED, Memory
 from seqpar.planner.shape import POLICIES
 from tests.programs import Programs
 
@@ -52,6 +54,23 @@ def test_keys_on_their_way_are_no_more_than_all_other_ranks_have() -> None:
         for rows in (1, wide.rows):
             assert wide.most(rows).kinds(rows)["exchanges"] in (0, min(4 * STAGE, 3 * row * rows))
         assert alone.most(100).kinds(100)["exchanges"] == 0
+
+
+def test_keys_of_latents_are_made_for_some_heads_with_their_gradients() -> None:
+    """Of DeepSeek-V3 a row is 128 heads of 192 + 128, in bfloat16, and the gradients in float32."""
+    latents, machine = ModelShape.preset("deepseek-v3"), replace(Hardware.preset("h100"), node=1)
+    keys = replace(latents, latents=False)
+    most, row = EXPANDED * 3 // 2, 128 * 320 * (2 + 4)
+    assert inspect.signature(latent_attention).parameters["expand_bytes"].default == EXPANDED
+    rows, held = 100_000, latents.activation_bytes - keys.activation_bytes
+    without, made = (Memory.of(shape, machine, STAGE).bytes for shape in (keys, latents))
+    assert made(10) - without(10) == 10 * (held + row)
+    assert made(rows) - without(rows) == rows * held + most
+    for ranks, rows in ((1, 10), (1, 100_000), (4, 10)):
+        memory = Memory.of(latents, machine, STAGE, Training(), ranks)
+        exchanged = next(m for m in memory.moments if m.name == "last").kinds(rows)["exchanges"]
+        sent = (ranks - 1) * 576 * (2 + 4)
+        assert exchanged == min(most, row * rows) if ranks == 1 else exchanged == rows * (3 * row + sent)
 
 
 def compared(programs: Programs, folder: Path, module: str, cases: str) -> list[float]:
