@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from seqpar.comm import Comm
 from seqpar.facts.layout import Layout
@@ -36,10 +37,17 @@ from seqpar.trial.segments import RowPlace, RowSegment, RowSegments, held, range
 
 
 class RowsOwner(Protocol):
-    """A forward: its comm, and how often it has cut a whole tensor so far."""
+    """A forward: its comm, and how often it has cut a whole tensor, or used it by rows, so far.
+
+    copies: of tensors that were gathered, memory -> that of their rows.
+    """
 
     comm: Comm
     cuts: int
+    copies: dict[StorageWeakRef, StorageWeakRef]
+
+    def check_use(self, rows: Tensor) -> None:
+        """Raise NotImplementedError for rows that may not be used now."""
 
 
 class RankRows(Tensor):
@@ -61,8 +69,9 @@ def rows_of(local: Tensor, place: RowPlace, owner: RowsOwner) -> RankRows:
     return x
 
 
-def local(x: Tensor) -> Tensor:
+def local(x: RankRows) -> Tensor:
     """The rows that a rank holds."""
+    x.owner.check_use(x)
     return x.as_subclass(Tensor)
 
 
@@ -85,7 +94,11 @@ def whole(x: Any) -> Any:
     if not isinstance(x, RankRows):
         return x
     with torch_private.DisableTorchFunctionSubclass():
-        return gather(local(x), x.place, x.owner, outside=True)
+        rows = local(x)
+        out = gather(rows, x.place, x.owner, outside=True)
+        if out is not rows:
+            x.owner.copies[StorageWeakRef(out.untyped_storage())] = StorageWeakRef(rows.untyped_storage())
+        return out
 
 
 def gather(x: Tensor, place: RowPlace, owner: RowsOwner, *, outside: bool = False) -> Tensor:
@@ -151,12 +164,16 @@ _ELEMENTWISE = {
     Tensor.__sub__, Tensor.__rsub__, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__rtruediv__,
     Tensor.__neg__, torch.add, torch.sub, torch.mul, torch.div, torch.addcmul, torch.where, torch.nan_to_num,
     torch.tanh, torch.sigmoid, F.silu, F.gelu, F.relu, Tensor.clamp, Tensor.clip, Tensor.to, Tensor.float, Tensor.half,
-    Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as, Tensor.contiguous, Tensor.clone, Tensor.detach,
+    Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as, Tensor.contiguous, Tensor.clone,
     Tensor.view_as,  # as autograd functions do that return what they got
 }  # fmt: skip
 _IN_PLACE = {
     Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__, Tensor.add_, Tensor.sub_, Tensor.mul_,
     Tensor.div_,
+}  # fmt: skip
+_WRITING = {
+    "__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
 }  # fmt: skip
 _OF_ANY_SHAPE = {
     Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.ndim.__get__,
@@ -177,22 +194,32 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return func(torch.empty(whole_shape(first), device="meta"), *args[1:], **kwargs)
     if func in _OF_ANY_SHAPE:
         return func(*args, **kwargs)
+    if func is Tensor.detach:  # in the backward of a checkpoint too
+        return rows_of(func(first.as_subclass(Tensor)), first.place, first.owner)
     out = _row_by_row(func, args, kwargs, first)
     if out is NotImplemented:
         _refuse_writes(func, args, kwargs)
         args, kwargs = tree_unflatten([whole(x) for x in flat], spec)
-        out = func(*args, **kwargs)
+        return func(*args, **kwargs)
+    for x in flat:  # whose gradient is a share, since it met some rows
+        first.owner.cuts += isinstance(x, Tensor) and not isinstance(x, RankRows) and x.grad_fn is not None
     return out
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Any:
+    """The argument that a function of torch writes into, if any."""
+    name = getattr(func, "__name__", "")
+    if name in _WRITING or name.endswith("_") != name.endswith("__") or kwargs.get("inplace"):
+        return args[0] if args else None
+    return kwargs.get("out")
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Raise NotImplementedError for a function that would write into the gathered tensor, where nobody reads it."""
-    name = getattr(func, "__name__", repr(func))
-    writes = func in {*_IN_PLACE, Tensor.__setitem__, Tensor.data.__set__} or name.endswith("_") != name.endswith("__")
-    if (writes and isinstance(args[0], RankRows)) or isinstance(kwargs.get("out"), RankRows):
+    if isinstance(written(func, args, kwargs), RankRows):
         raise NotImplementedError(
-            f"diffusers: {name} between blocks writes into a tensor of which each rank holds its rows; give whole= "
-            "the list of blocks before it, or make another tensor"
+            f"diffusers: {func.__name__} between blocks writes into a tensor of which each rank holds its rows; give "
+            "whole= the list of blocks before it, or make another tensor"
         )
 
 
@@ -202,7 +229,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any, first: RankRows) -> Any:
         return _elementwise(func, args, kwargs, first)
     if func in (F.linear, F.layer_norm, F.rms_norm):
         return _along_the_last_dim(func, args, kwargs)
-    if func in (torch.cat, torch.concat):
+    if func in (torch.cat, torch.concat) and args:
         return _joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
     if func is Tensor.__getitem__:
         return _sliced(first, args[1] if isinstance(args[1], tuple) else (args[1],))
@@ -223,9 +250,8 @@ def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any, first: RankRo
                 return NotImplemented
             x = x if in_place and not number else local(x)
         elif isinstance(x, Tensor) and x.dim() >= dims - place.dim:
-            owner.cuts += x.grad_fn is not None  # its gradient is a share, also of one that is repeated
             at = x.dim() - dims + place.dim
-            if at < 0 or x.dim() > dims or x.shape[at] not in (1, total(place.segments)):
+            if at < 0 or x.dim() > dims or x.shape[at] not in (1, total(place.segments)) or func is Tensor.view_as:
                 return NotImplemented
             if x.shape[at] > 1:
                 x = cut(x, RowPlace(at, place.segments), owner)

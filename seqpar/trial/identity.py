@@ -43,10 +43,10 @@ def own_code(module: nn.Module) -> tuple[Any, ...]:
 def _forwards(module: nn.Module, *, known: bool = True) -> tuple[Any, Any]:
     """The code of the forward of a module's class, None if `known` is false and it is a library's, and of its own."""
     written = getattr(kind_of(module), "forward", None)
-    return (code_of(written) if known or not is_known(written) else None), _own_forward(module)
+    return (code_of(written) if known or not is_known(written) else None), own_forward(module)
 
 
-def _own_forward(module: nn.Module) -> Any:
+def own_forward(module: nn.Module) -> Any:
     """The code of the forward that a user gave this instance, inside what libraries put around it; else None."""
     *_, (owner, name) = places_of(module)
     forward = vars(owner).get(name)

@@ -273,31 +273,6 @@ def test_a_block_whose_rows_follow_is_accepted(name: str, setting: Setting) -> N
     assert verdict(partial(made, *GOOD[name], None), setting, parallelize) == "exact"
 
 
-def written(write: Callable[[Tensor], Any], alike: Tensor) -> Tensor:
-    """The rows after a write into them, beside what was another name of them."""
-    h = alike * 1
-    alike = h
-    write(h)
-    return h * alike.cos()
-
-
-WRITES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
-    "+=": ("exact", lambda h: h.__iadd__(1)),
-    "mul_": ("exact", lambda h: h.mul_(2.0)),
-    "+= into features": ("exact", lambda h: h[:, :, :4].__iadd__(1)),
-    "masked_fill_": ("refused", lambda h: h.masked_fill_(h > 0, 0.0)),
-    "a row": ("refused", lambda h: h.__setitem__((slice(None), slice(3)), 0.0)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_what_code_between_blocks_writes_is_not_lost(name: str) -> None:
-    expected, write = WRITES[name]
-    between = lambda some: (written(write, some[0]),)  # noqa: E731
-    make = partial(made, lambda s, h: s.to_itself(h), alone, None, between=between)
-    assert verdict(make, Setting(2, 2, False), parallelize).startswith(expected)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_mask_made_of_given_labels_is_right_or_refused(ranks: int, alike: bool) -> None:

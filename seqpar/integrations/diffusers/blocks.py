@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,11 +20,13 @@ from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.private.torch import tree_flatten, tree_unflatten
 from seqpar.trial.blocks import Finding, find
-from seqpar.trial.identity import code_of
+from seqpar.trial.identity import code_of, own_forward
 from seqpar.trial.readings import GivenRows
 from seqpar.trial.segments import held
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = {bool, int, float, str, type(None)}
+NOT_SAID = nn.Module().__dict__.keys() - {"training"} | {"forward"}
+OF_MODULES = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 
 
 def lists_of(model: nn.Module, prefix: str = "", *, inside: bool = False) -> Iterator[tuple[str, nn.ModuleList]]:
@@ -61,7 +65,7 @@ def blocks_of(
 
 
 def kinds_of(named: Named, blocks: Collection[str]) -> dict[str, int]:
-    """A number for what each block runs: classes, forwards, and plain attributes of its modules and processors."""
+    """A number for what each block runs: classes, forwards, hooks, and attributes of its modules and processors."""
     facts: dict[str, list[Any]] = {name: [] for name in blocks}
     within, own = "", list[Any]()
     for path, module in named:
@@ -69,11 +73,35 @@ def kinds_of(named: Named, blocks: Collection[str]) -> dict[str, int]:
             within, own = f"{path}.", facts[path]
         elif not within or not path.startswith(within):
             continue
-        own += [type(module), code_of(type(module).forward)]
-        for owner in (module, module.__dict__.get("processor")):
-            if owner is not None:
-                own += [type(owner), *[(k, v) for k, v in owner.__dict__.items() if type(v) in PLAIN]]
+        attributes = module.__dict__
+        own += [path[len(within) :], type(module), code_of(type(module).forward), *_attributes(module)]
+        if "forward" in attributes:
+            own.append(own_forward(module))
+        for name in OF_MODULES:
+            if some := attributes[name]:
+                own += [name if x is None else code_of(x) for x in some.values() if x is None or callable(x)]
+        if (processor := attributes.get("processor")) is not None:
+            own += [type(processor), *_attributes(processor)]
     return {name: hash(tuple(each)) for name, each in facts.items()}
+
+
+def _attributes(owner: Any) -> list[Any]:
+    """What an object's attributes say, without those that every module has."""
+    some = getattr(owner, "__dict__", {}).items()
+    return [(k, v if type(v) in PLAIN else _said(v)) for k, v in some if k not in NOT_SAID]
+
+
+def _said(x: Any, depth: int = 2) -> Any:
+    """What a value says: numbers and strings, also inside of others, and the code of functions; else its type."""
+    if type(x) in PLAIN or not depth:
+        return x if type(x) in PLAIN else type(x)
+    if isinstance(x, Mapping):
+        return tuple([(k if type(k) is str else None, _said(v, depth - 1)) for k, v in x.items()])
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return (tuple if isinstance(x, (tuple, list)) else frozenset)([_said(v, depth - 1) for v in x])
+    if isinstance(x, partial):
+        return _said((x.func, x.args, x.keywords), depth)
+    return code_of(x) if isinstance(x, (FunctionType, MethodType)) else type(x)
 
 
 @uncompiled
@@ -182,7 +210,7 @@ def _fact(x: Any) -> Any:
         return whole_shape(x), x.place
     if isinstance(x, Tensor):
         return x.shape, x.dtype
-    return x if type(x) in PLAIN else type(x)
+    return x if type(x) in PLAIN else (_said(x), *_attributes(x))
 
 
 def _given(x: Any) -> Any:

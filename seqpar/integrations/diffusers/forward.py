@@ -10,11 +10,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm.entry import uncompiled
 from seqpar.integrations.diffusers.attend import Sharing, attend
-from seqpar.integrations.rows import RankRows, local, rows_of
+from seqpar.integrations.rows import RankRows, local, rows_of, written
 from seqpar.integrations.sdpa.fused import attends, in_flex_attention
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import known_regions, run_again_inside, under_way
@@ -60,7 +61,8 @@ class SharedForward(TorchFunctionMode):
 
     model: the handle's, or a copy of it. block: the one that runs. cuts: how often a whole tensor was cut, or used by
     rows. kinds: what each block runs, by its name. tries: whether a block is tried. given: the places of the first
-    block's arguments in a recomputation. attended: whether any attention was called.
+    block's arguments in a recomputation. attended: whether any attention was called. copies, stale: memory of gathered
+    tensors -> of their rows, and of rows into whose gathered tensor something was written.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SharedForward(TorchFunctionMode):
         self.model, self.sharing, self.comm, self.kinds, self.block = model, sharing, sharing.comm, kinds, block
         self.cuts, self.outside, self.tries, self.given = 0, under_way(), False, given
         self.attended = False
+        self.copies, self.stale = dict[StorageWeakRef, StorageWeakRef](), set[StorageWeakRef]()
 
     def __enter__(self) -> SharedForward:
         super().__enter__()
@@ -98,7 +101,26 @@ class SharedForward(TorchFunctionMode):
                 return self._attend(*args, **kwargs)
             if attends(func):
                 self.refuse(f"{func} in {self.block.name} is not rerouted; call F.scaled_dot_product_attention")
+        elif (
+            self.copies
+            and type(x := written(func, args, kwargs)) is Tensor
+            and (rows := self.copies.get(StorageWeakRef(x.untyped_storage())))
+        ):
+            self.stale.add(rows)
         return func(*args, **kwargs)
+
+    def check_use(self, rows: Tensor) -> None:
+        """Raise NotImplementedError for rows outside of a forward, or that do not have what was written."""
+        if not _forwards():
+            raise NotImplementedError(
+                "diffusers: a tensor of which each rank holds its rows is used outside of the forward that made it, "
+                "where its gradient would be wrong; return it from the model's forward, in a tuple, list or dict"
+            )
+        if self.stale and StorageWeakRef(rows.as_subclass(Tensor).untyped_storage()) in self.stale:
+            self.refuse(
+                "code between blocks writes into a view of a tensor of which each rank holds its rows; give whole= the "
+                "list of blocks before it, or make another tensor"
+            )
 
     @uncompiled
     def refuse(self, told: str) -> None:
