@@ -115,7 +115,7 @@ ORDER = {
         adapters hf hf/config hf/latents
         sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
         hf/mask hf/forward hf/attention hf/indexed hf/planning hf/plans hf/prefetch
-        hf/recurrent hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba
+        hf/recurrent hf/recurrent/states hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba
         hf/recurrent/rglru hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from seqpar.comm import Comm
+from seqpar.comm import Comm, LocalComm
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
@@ -36,6 +36,8 @@ from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.latents import hands_on_latents, layers
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import COLUMNS
+from seqpar.integrations.hf.recurrent.mixers import unsplit_mixers
+from seqpar.integrations.hf.recurrent.states import MixerStates, Stored
 from seqpar.integrations.hf.rotary import lengthy
 from seqpar.kernels import merge
 from seqpar.ops.attention.merging import merge_ranks, part_of
@@ -60,10 +62,11 @@ class CacheStep:
 
     past: with the new rows. before: rows of each sequence that this rank has kept so far. source: rows of the layers'
     input whose keys this rank keeps; sequence, row: where, on the host. seen: positions [B, S] of few new tokens, -1 of
-    padding; None if the tokens are shared out. earlier: whether there were rows before.
+    padding; None if the tokens are shared out. earlier: whether there were rows before. states: of recurrent layers.
     """
 
     past: Past
+    states: MixerStates
     source: Tensor
     sequence: Tensor
     row: Tensor
@@ -73,8 +76,8 @@ class CacheStep:
     plans: dict[Any, Plan] = field(default_factory=dict)  # of a rank's own keys, by rule and rows of the memory
 
     @classmethod
-    def of(cls, past: Past, earlier: Past, rank: int, owned: Ints, source: Ints, tokens: Ints, seen: Ints | None,
-           device: torch.device) -> CacheStep:  # fmt: skip
+    def of(cls, past: Past, states: MixerStates, earlier: Past, rank: int, owned: Ints, source: Ints, tokens: Ints,
+           seen: Ints | None, device: torch.device) -> CacheStep:  # fmt: skip
         """The step after which `past` holds.
 
         owned: packed numbers of new tokens that this rank keeps, ascending. source: their rows in the layers' input.
@@ -83,7 +86,7 @@ class CacheStep:
         sequence = np.searchsorted(np.cumsum(tokens), owned, side="right")
         row = earlier.counts()[rank][sequence] + np.arange(owned.size) - np.searchsorted(sequence, sequence)
         on = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (source, sequence, row)]
-        return cls(past, *on, seen, bool(earlier.lengths().any()))
+        return cls(past, states, *on, seen, bool(earlier.lengths().any()))
 
     def local(self, rule: Rule, rank: int, memory: int, group: int) -> Plan:
         """The plan of few new tokens, in `group` rows each, over a rank's own keys. memory: rows of a sequence."""
@@ -116,6 +119,7 @@ class ShardedCache(Cache):
         super().__init__(layers=[])
         self.comm, self.capacity, self.latents = comm, capacity, latents
         self.step: CacheStep | None = None
+        self.alone = LocalComm()  # of what every rank computes
         self._weights: dict[int, tuple[Tensor, Tensor]] | None = None  # of latents, by layer
         self.reset()
 
@@ -124,6 +128,7 @@ class ShardedCache(Cache):
         self.past: Past | None = None
         self.columns = 0  # of input_ids so far, padding included
         self._memory: dict[int, list[Tensor]] = {}  # by layer, [heads, sequences, rows, dim]; one of latents, or two
+        self.states: Stored = {}  # of recurrent layers, whole on every rank
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The columns of ``input_ids`` so far, those of padding included."""
@@ -152,6 +157,7 @@ class ShardedCache(Cache):
         """The forward has succeeded with so many columns of tokens."""
         assert self.step is not None
         self.past, self.columns = self.step.past, self.columns + columns
+        self.states |= self.step.states.after
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -253,6 +259,7 @@ class ShardedCache(Cache):
         """Keep the sequences with these numbers, in this order."""
         if self.past is not None:
             self.past = self.past.pick(indices.tolist())
+            self.states = {key: x.index_select(0, indices.to(x.device)) for key, x in self.states.items()}
             self._memory = {
                 layer: [x.index_select(1, indices.to(x.device)) for x in own] for layer, own in self._memory.items()
             }
@@ -274,6 +281,9 @@ class ShardedCache(Cache):
         lines = [f"{self.past.sequences} sequences of {', '.join(map(str, self.past.lengths()[:8]))} tokens"]
         for rank, rows in enumerate(self.past.counts().sum(1).tolist()):
             lines.append(f"rank {rank}: {rows} rows, {rows * row} bytes")
+        if self.states:
+            size = sum(x.numel() * x.element_size() for x in self.states.values())
+            lines.append(f"every rank: states of recurrent layers, {size} bytes")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -285,13 +295,13 @@ def unsplit(model: PreTrainedModel, fit: Any, *, alone: bool, rewritten: bool) -
     taken = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     config = model.config.get_text_config()
     shared, expands = getattr(config, "num_kv_shared_layers", 0), bool(layers(model))
-    chosen = bool(indexed.layers(model))
+    chosen, recurrent = bool(indexed.layers(model)), unsplit_mixers(model)
     rules = [rule for rule in fit.rules if not rule.causal or rule.block or rule.chunk is not None]
     reasons = {
         f"transformers {transformers.__version__} takes no cache by that name, 5.24 does": "cache" not in taken,
         "it generates no tokens": not isinstance(model, GenerationMixin) or fit.head is None,
         "its text model is inside a model of images": not alone,
-        "its recurrent layers or convolutions have states instead of keys": fit.recurrent,
+        f"it keeps no states of {', '.join(recurrent)}": bool(recurrent),
         "it computes attention outside transformers' interface": rewritten and not chosen,
         "its layers choose their keys by an indexer": chosen,
         f"{shared} of its layers share the keys of others": bool(shared),

@@ -45,6 +45,7 @@ class Forward(NamedTuple):
     drops: bool = True  # whether attention drops pairs in training
     callers: set[nn.Module] | None = None  # collects the modules that call attention, in a trial
     attend: Callable[..., Tensor] | None = None  # computes attention to a cache that is split over ranks
+    states: Any = None  # the `MixerStates` of a forward with such a cache
 
 
 class MaskPlaceholder(NamedTuple):

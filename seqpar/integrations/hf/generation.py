@@ -23,14 +23,13 @@ from transformers import PreTrainedModel
 
 from seqpar.comm import Comm
 from seqpar.comm.header import hash63
-from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.past import Past
 from seqpar.facts.value import Ints
 from seqpar.integrations.hf.cache import TOGETHER, CacheStep, ShardedCache
 from seqpar.integrations.hf.forward import Forward, during
 from seqpar.integrations.hf.mask import Rule, blocks_of, rule_of
-from seqpar.ops import unshard
+from seqpar.integrations.hf.recurrent.states import MixerStates, rows_at
 from seqpar.ops.core.agreement import gathering, plan_fact
 from seqpar.parallel import surround
 from seqpar.plan import Plan
@@ -96,6 +95,8 @@ def _turn(
         raise ValueError(f"input_ids has {b} sequences, and the cache {past.sequences}; make a new one, or reset() it")
     real = _real(arguments.get("attention_mask"), past, cache.columns, b, s)
     new, tokens = real.sum(1), ids.cpu().numpy()
+    if not new.any():
+        raise ValueError("attention_mask masks all new tokens; give each turn a token")
     positions = arguments.get("position_ids")
     if positions is None:
         positions = (torch.arange(s, device=ids.device) + cache.columns)[None]
@@ -112,6 +113,7 @@ def _turn(
     }  # fmt: skip
     at = np.flatnonzero(real.ravel())
     device = ids.device
+    states_of = partial(MixerStates, cache.states, real)
     step_of = partial(CacheStep.of, earlier=past, rank=comm.rank, tokens=new, device=device)
     if s <= FEW:
         after = past.kept(new)
@@ -119,16 +121,16 @@ def _turn(
         owned = np.flatnonzero(np.repeat(mine, new))
         seen = np.where(real, past.lengths()[:, None] + np.cumsum(real, 1) - 1, -1)
         given = {"input_ids": ids, "position_ids": positions, "logits_to_keep": kept}
-        step = step_of(after, owned=owned, source=at[owned], seen=seen)
+        step = step_of(after, states_of(None, cache.alone), owned=owned, source=at[owned], seen=seen)
         return Turn(step, given, None, new, real, kept or s, facts)
-    plan, after = _planned(past, new, plans, comm)
+    base, plan, after = _planned(past, new, plans, comm)
     facts["plan"] = plan_fact(plan)
     rows = plan.positions(comm.rank)
     source = np.argsort(np.where(rows < 0, plan.layout.total, rows), kind="stable")[: plan.layout.tokens(comm.rank)]
     packed = torch.from_numpy(np.where(rows < 0, -1, at[rows])).to(device)
     given = {name: torch.where(packed < 0, 0, x.flatten()[packed.clamp(min=0)])[None]
              for name, x in (("input_ids", ids), ("position_ids", positions))}  # fmt: skip
-    step = step_of(after, owned=rows[source], source=source, seen=None)
+    step = step_of(after, states_of(base, comm), owned=rows[source], source=source, seen=None)
     return Turn(step, given, plan, new, real, kept or s, facts)
 
 
@@ -169,18 +171,19 @@ def _real(mask: Any, past: Past, columns: int, b: int, s: int) -> Any:
     return whole[:, columns:]
 
 
-def _planned(past: Past, new: Ints, plans: Callable[[Ints], Plan], comm: Comm) -> tuple[Plan, Past]:
-    """The plan of many new tokens over all keys, and the past with them. Raises ValueError for another plan."""
+def _planned(past: Past, new: Ints, plans: Callable[[Ints], Plan], comm: Comm) -> tuple[Plan, Plan, Past]:
+    """The plans of many new tokens alone and over all keys, and the past with them.
+
+    Raises: ValueError for a plan that does not fit.
+    """
     lengths = new[new > 0]
-    if not lengths.size:
-        raise ValueError("attention_mask masks all new tokens; give each turn a token")
     base = plans(lengths)
     if not isinstance(base, Plan) or base.ranks != comm.size or base.mask != Mask(lengths):
         raise ValueError(f"plan must return a Plan of causal documents on {comm.size} ranks, got {base!r:.200}")
     after = past.after(new, base.layout)
     if not past.lengths().any():
-        return base.padded(), after
-    return Plan(
+        return base.padded(), base.padded(), after
+    return base.padded(), Plan(
         after.mask(new), base.layout, kv_layout=after.kv_layout(), ulysses=base.ulysses, transport=base.transport,
         node=base.node, stage_bytes=base.stage_bytes, rows=np.maximum(base.layout.sizes(), 1).tolist(),
     ), after  # fmt: skip
@@ -203,7 +206,7 @@ def _few(before: Callable[..., Any], cache: ShardedCache, turn: Turn) -> Any:
         rule = rule_of(function)
         return checked(rule if blocks_of(function) is None else rule._replace(block="whole"))
 
-    with during(Forward(note=note, attend=cache.attend)):
+    with during(Forward(note=note, attend=cache.attend, states=turn.step.states)):
         return before(cache=cache, use_cache=True, return_dict=True, **turn.given)
 
 
@@ -220,19 +223,14 @@ def _shared(last: torch.nn.Module, before: Callable[..., Any], cache: ShardedCac
         wanted = packed[:, -turn.kept :][real[:, -turn.kept :]]
         result = hidden.new_zeros(real.shape[0], min(turn.kept, real.shape[1]), hidden.shape[1])
         if wanted.size:
-            owner, own = plan.layout.owner()[wanted], plan.positions(comm.rank)
-            places = Layout([np.flatnonzero(owner == rank) for rank in range(comm.size)])
-            order = np.argsort(own, kind="stable")
-            rows = order[np.searchsorted(own, wanted[owner == comm.rank], sorter=order)]
-            mine = hidden[torch.from_numpy(rows).to(hidden.device)]
-            all_rows = unshard(mine, Plan(Mask([wanted.size]), places), comm)
-            result[torch.from_numpy(real[:, -turn.kept :]).to(hidden.device)] = all_rows
+            where = torch.from_numpy(real[:, -turn.kept :]).to(hidden.device)
+            result[where] = rows_at(hidden, plan, comm, wanted)
         out["last_hidden_state"] = result
         return out
 
     hook = last.register_forward_hook(gathered)
     try:
-        with surround(plan, comm), during(Forward(make)):
+        with surround(plan, comm), during(Forward(make, states=turn.step.states)):
             return before(cache=cache, use_cache=True, return_dict=True, **turn.given)
     finally:
         hook.remove()

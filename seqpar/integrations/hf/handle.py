@@ -43,7 +43,7 @@ from seqpar.integrations.hf.plans import Planner, Plans
 from seqpar.integrations.hf.reading import Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, SupportedCalls
-from seqpar.integrations.hf.rewritten_attention import replacements
+from seqpar.integrations.hf.rewritten_attention import MIXER, replacements
 from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import ModelFit
@@ -224,7 +224,8 @@ class TransformerHandle(ParallelModel):
 
         Raises: NotImplementedError naming what of the model it does not serve, and for transformers before 5.24.
         """
-        if reasons := unsplit(self.model, self.fit, alone=self.text is self.model, rewritten=bool(self._replaced)):
+        rewritten = any(written is not MIXER for _, written in self._replaced)
+        if reasons := unsplit(self.model, self.fit, alone=self.text is self.model, rewritten=rewritten):
             raise NotImplementedError(
                 f"{type(self.model).__name__} with a cache that is split over ranks: {', and '.join(reasons)}; "
                 "generate on each rank, without cache=handle.cache()"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import seqpar
 from seqpar import Comm, Layout, Mask, Plan
 from seqpar.comm import PeerError
-from seqpar.launch import run_processes, run_threads
+from seqpar.launch import run_threads
 from tests.integrations.hf.models import SIZES, build, drawn, padded
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -64,22 +64,6 @@ def test_ways_of_generation(name: str, options: dict[str, Any]) -> None:
     expected = alone(model, batch, **GREEDY | {"max_new_tokens": 12} | options)
     for new, _ in run_threads(2, together, model, batch, PLANS["zigzag"], GREEDY | options):
         assert new.equal(expected)
-
-
-def test_samples_of_processes() -> None:
-    found = run_processes(2, sampled)
-    assert found[0][0].equal(found[1][0]) and found[0][1].equal(found[1][1])
-
-
-def sampled(comm: Comm) -> tuple[Tensor, Tensor]:
-    """Samples of a rank with a seed, and of the same model on this rank alone."""
-    model, batch = build("qwen3").double().eval(), prompts([30])
-    torch.manual_seed(3)
-    expected = alone(model, batch, do_sample=True, max_new_tokens=8)
-    torch.manual_seed(3)
-    new = together(comm, model, batch, None, {"do_sample": True, "max_new_tokens": 8})[0]
-    assert new.equal(expected)
-    return new, expected
 
 
 def test_rows_stay_and_a_step_sends_partial_results_alone() -> None:
@@ -219,7 +203,7 @@ def test_refused_calls() -> None:
 
 
 OTHERS = {
-    "Mamba": ({"state_size": 4}, "recurrent layers"),
+    "Mamba": ({"state_size": 4}, "keeps no states of MambaMixer"),
     "Llama": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings depend"
     ),

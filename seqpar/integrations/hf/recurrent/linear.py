@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from seqpar.integrations.hf.recurrent.shortconv import convolved
+from seqpar.integrations.hf.recurrent.states import linear_attention
 from seqpar.kernels import acc_dtype
-from seqpar.recurrent import linear_attention
 
 
 def lightning(mixer: nn.Module, x: Tensor, plan: Tensor) -> tuple[Tensor, None]:
@@ -64,7 +64,7 @@ def recurred(mixer: nn.Module, qkv: Tensor, beta: Tensor, a: Tensor, plan: Tenso
     v = v.unflatten(-1, (-1, mixer.head_v_dim))
     wide = acc_dtype(v.dtype)
     decay = -torch.exp(mixer.A_log.to(wide)) * softplus(a[0].to(wide) + mixer.dt_bias)
-    return linear_attention(q, k, v, plan, decay=decay, beta=beta, normalize=True)  # type: ignore[return-value]
+    return linear_attention(q, k, v, plan, decay=decay, beta=beta, normalize=True)
 
 
 def kimi(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:

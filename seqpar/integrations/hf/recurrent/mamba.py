@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 
 from seqpar.integrations.hf.recurrent.shortconv import convolved
+from seqpar.integrations.hf.recurrent.states import linear_attention
 from seqpar.kernels import acc_dtype
-from seqpar.recurrent import channel_scan, linear_attention
+from seqpar.recurrent import channel_scan
 
 
 def mamba(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:

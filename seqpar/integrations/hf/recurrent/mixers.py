@@ -19,6 +19,7 @@ from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.recurrent.states import states_of
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
@@ -49,6 +50,12 @@ MIXERS = {
     "Lfm2MoeShortConv": "shortconv.short_conv",
     "Lfm3ShortConv": "shortconv.short_conv",
 }
+# Those that a split cache does not serve: states of channels, a cache of MiniMax's own, and attention of Zamba 2 that
+# several layers share.
+UNSPLIT = (
+    "MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer", "RecurrentGemmaRecurrentBlock",
+    "MiniMaxLightningAttention", "Zamba2MambaMixer",
+)  # fmt: skip
 # Buffers of a MiniMax mixer: rounded powers of its rates.
 TABLES = ("query_decay", "key_decay", "diagonal_decay")
 CACHES = ("cache", "cache_params", "past_key_values")  # the first since transformers 5.24
@@ -82,6 +89,11 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if name_of(module) in MIXERS]
 
 
+def unsplit_mixers(model: nn.Module) -> list[str]:
+    """The classes of a model's mixers whose states a split cache does not keep."""
+    return sorted({name_of(mixer) for mixer in mixers(model)} & set(UNSPLIT))
+
+
 def begins_at_zero(model: nn.Module) -> bool:
     """Whether mixers of a model begin anew where a position is 0, and nowhere else."""
     return any(MIXERS[name_of(mixer)].startswith("rglru.") for mixer in mixers(model))
@@ -94,6 +106,8 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
 
     Raises: RuntimeError where no plan surrounds the call; NotImplementedError for a cache.
     """
+    if (states := states_of()) is not None:
+        return states.mixed(_function(name_of(mixer)), mixer, hidden_states, SURROUNDING)
     if any(named.get(name) is not None for name in CACHES):
         raise NotImplementedError(f"{type(mixer).__name__} got a cache, which is not split over ranks")
     if hidden_states.dim() != 3 or len(hidden_states) != 1:

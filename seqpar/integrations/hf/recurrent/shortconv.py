@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from seqpar.integrations.hf.recurrent.states import states_of
 from seqpar.recurrent import causal_conv1d
 
 SILU = ("silu", "swish")  # two names of one function, which `causal_conv1d` has inside
@@ -17,7 +18,11 @@ def convolved(conv: nn.Conv1d, x: Tensor, plan: Tensor, activation: str | None =
     """
     weight = conv.weight.squeeze(1)
     inside = "silu" if activation in SILU else None
-    y = causal_conv1d(x.to(weight.dtype), weight, conv.bias, plan, activation=inside)
+    states = states_of()
+    if states is None:
+        y = causal_conv1d(x.to(weight.dtype), weight, conv.bias, plan, activation=inside)
+    else:
+        y = states.convolved(x.to(weight.dtype), weight, conv.bias, inside)
     return (y if inside or activation is None else ACT2FN[activation](y)).to(x.dtype)
 
 
