@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from seqpar.comm.entry import uncompiled
 from seqpar.foreign import name_of
 from seqpar.foreign.wrap import places_of
 from seqpar.nn import save_attention as keeping_attention
@@ -52,13 +53,14 @@ def tile(module: nn.Module, rows: int) -> ReplacedForward:
 
     The module's ``forward`` is replaced, in copies too; its hooks run once a call. Call it before or after
     `seqpar.parallelize`, and before `fully_shard` of this module. The first call, in training and in evaluation, tries
-    the module with a few random rows, and leaves it as it was.
+    the module with a few random rows, and leaves it as it was. A compiled graph ends there once; with
+    ``torch.compile(fullgraph=True)``, call the module once before.
 
     Raises: TypeError unless module is a module; ValueError for rows that are not a positive integer, a module that is
     tiled already, and one that gathers its weights, as FSDP's units: each tile would; NotImplementedError for a module
     that cannot be tiled, here or from its first call, by name: its rows depend on each other, it returns other than one
-    tensor, it keeps a state between calls, or transformers records its router logits. TypeError from a call with other
-    than one tensor.
+    tensor, it keeps a state between calls or writes to its input, or transformers records its router logits. TypeError
+    from a call with other than one tensor.
     """
     who = _checked("tile", module, _Tiled, f", rows={rows!r}")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
@@ -158,21 +160,29 @@ class _Tiled(ReplacedForward):
             )
         ((key, x),) = tensors.items()
         run = self._of(key, args, kwargs)
-        if self.module.training not in self.tried and not torch.compiler.is_compiling() and not under_trial():
-            with _trying:
-                self._try(run, x)
+        if self.module.training not in self.tried:
+            self._try(key, args, kwargs)  # eagerly, so call the module once before torch.compile(fullgraph=True)
         if x.shape[-2] <= self.rows:
             return run(x)
         parts = list(x.split(self.rows, -2))
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers know no saved tensors of nodes
-            return _in_tiles(run, parts)
-        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], -2)
 
-    def _try(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
-        if self.module.training in self.tried or type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-            return  # another thread tried it, or there are no values to compare
-        _check(self.who, self.module.children(), in_a_trial(self.module, run, x))  # its own hooks run once
-        self.tried.add(self.module.training)
+        def computed(part: Tensor) -> Any:
+            return run(part.contiguous())  # of a batch, rows are no view that modules may flatten
+
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers know no saved tensors of nodes
+            return _in_tiles(computed, parts)
+        return torch.cat([checkpoint(computed, part, use_reentrant=False) for part in parts], -2)
+
+    @uncompiled
+    def _try(self, key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[key] if isinstance(key, int) else kwargs[key]
+        if under_trial() or type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+            return  # it is a run of another trial, or there are no values to compare
+        with _trying:
+            if self.module.training not in self.tried:  # by another thread
+                tried = in_a_trial(self.module, self._of(key, args, kwargs), x)
+                _check(self.who, self.module.children(), tried)  # its own hooks run once
+                self.tried.add(self.module.training)
 
 
 def _in_tiles(run: Callable[[Tensor], Tensor], parts: list[Tensor]) -> Tensor:
@@ -216,12 +226,13 @@ class _Recomputed(ReplacedForward):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if cache := next((name for name in CACHES if kwargs.get(name) is not None), ""):
-            raise ValueError(
-                f"{self.who} was called with {cache}, which backward would fill again; call the model with "
-                "use_cache=False in training"
-            )
         given = (*enumerate(args), *kwargs.items())
+        caches = [x for n, x in given if x is not None and (n in CACHES or hasattr(x, "get_seq_length"))]
+        if caches:
+            raise ValueError(
+                f"{self.who} was called with a {type(caches[0]).__name__}, which backward would fill again; call the "
+                "model with use_cache=False in training"
+            )
         found = next(((n, x) for n, x in given if isinstance(x, Tensor) and x.is_floating_point()), None)
         if found is None:
             raise TypeError(f"{self.who} was called without a tensor of floating point; recompute the layers inside it")

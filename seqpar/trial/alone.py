@@ -47,12 +47,14 @@ def _tried(module: nn.Module, forward: Callable[[Tensor], object], like: Tensor)
     x = random_rows((*[1] * (like.dim() - 2), count, like.shape[-1]), like.detach(), seed=1)
     try:
         with torch.no_grad(), saved(module) as state, Deterministic():
-            out, left = forward(x), state.left()
+            out, left = forward(given := x.clone()), state.left()
     except Exception as error:
         return f"it fails for {count} random rows: {type(error).__name__}: {error}"
     if not isinstance(out, Tensor) or out.shape[:-1] != x.shape[:-1]:
         what = f"a tensor {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         return f"it returns {what} for a tensor {list(x.shape)}, not one tensor with the same rows"
+    if not torch.equal(given, x):
+        return "it writes to its argument"
     if left:
         return f"a call changes {', '.join(left)}, and there would be several calls"
     verdict = try_model(module, forward, (x,), {}, [Positions(np.arange(count), count - 1)], nullcontext)

@@ -429,6 +429,9 @@ def test_a_compiled_tiled_layer() -> None:
     compiled = torch.compile(layer, backend="aot_eager")
     for run in (compiled, layer, compiled):
         torch.testing.assert_close(torch.autograd.grad(run(x).sin().sum(), [x, *layer.parameters()]), expected)
+    mixing = nn.Sequential(nn.Softmax(-2))
+    tile(mixing, 3)
+    assert "depends on the other rows" in error_of(torch.compile(mixing, backend="aot_eager"), x)
 
 
 def test_dropout_drops_the_same_numbers_again() -> None:
@@ -478,6 +481,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "records": (lambda: Left(lambda m, x: m.logits.append(x)), "a call changes the attribute logits of Left"),
     "buffer": (lambda: Left(lambda m, x: m.tokens.add_(1)), "a call changes the buffer tokens of Left"),
     "tensor": (lambda: Left(lambda m, x: m.at.add_(1)), "a call changes the attribute at of Left"),
+    "written": (lambda: Told(lambda x: x.mul_(2)), "it writes to its argument"),
     "batch norm": (lambda: nn.BatchNorm1d(9), "it fails for 13 random rows"),
     "paths": (lambda: StochasticDepth(), "drops whole paths"),
     "fails": (lambda: nn.Linear(5, 5), "it fails for 13 random rows: RuntimeError"),
@@ -533,6 +537,16 @@ def test_calls_that_are_refused() -> None:
     model(input_ids=torch.arange(7)[None], use_cache=False)
     with torch.no_grad():
         model(input_ids=torch.arange(7)[None])
+
+
+def test_gpt2_flattens_rows_and_passes_its_cache_by_place() -> None:
+    config = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+    model, ids = transformers.GPT2LMHeadModel(config).eval(), torch.arange(9)[None].expand(2, -1)
+    expected = model(input_ids=ids).logits
+    tile(model.transformer.h[0].mlp, 4)
+    recompute(model.transformer.h[0])
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+    assert "was called with a DynamicCache" in error_of(model, input_ids=ids)
 
 
 def test_ranks_that_differ_in_what_they_recompute() -> None:
