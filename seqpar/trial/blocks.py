@@ -155,13 +155,23 @@ class _Intercepting(TorchFunctionMode):
 
 @contextmanager
 def _unhooked(block: nn.Module) -> Iterator[None]:
-    """A context without hooks that move or cast weights of a block's parts; those of the trial need no such thing."""
+    """A context without hooks that move or cast weights of a block's parts; those of the trial need no such thing.
+
+    Weights of 8 bits that such a hook would cast have 32, and no values yet.
+    """
     with ExitStack() as stack:
         for module in block.modules():
             *_, (owner, name) = places_of(module)
             if module is not block and owner is not module:
-                stack.enter_context(replaced(module, {"forward": getattr(owner, name)}))
+                wide = {k: _wide(p) for k, p in module._parameters.items()}
+                stack.enter_context(replaced(module, {"forward": getattr(owner, name), "_parameters": wide}))
         yield
+
+
+def _wide(x: nn.Parameter | None) -> nn.Parameter | None:
+    if x is None or not x.is_floating_point() or x.dtype.itemsize > 1 or type(x.data) is not Tensor:
+        return x
+    return nn.Parameter(torch.empty_like(x, dtype=torch.float32), requires_grad=False)
 
 
 class _BlockTrial:

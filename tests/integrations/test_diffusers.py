@@ -573,15 +573,16 @@ def test_models_and_modules_that_are_not_shared_out_raise_by_name() -> None:
         parallelize(model, LocalComm()).model(**inputs)
 
 
-@pytest.mark.parametrize("how", ["skipped", "cast", "offloaded"])
+@pytest.mark.parametrize("how", ["skipped", "cast", "cast to 8 bits", "offloaded"])
 def test_hooks_that_do_not_look_at_tokens_may_stay(how: str) -> None:
     model, inputs = made("wan", torch.float32)
 
     def hook(own: nn.Module) -> None:
         if how == "skipped":
             hooks.apply_layer_skip(own, diffusers.LayerSkipConfig(indices=[0], fqn="blocks"))
-        elif how == "cast":
-            own.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)  # type: ignore[operator]
+        elif "cast" in how:
+            storage = torch.bfloat16 if how == "cast" else torch.float8_e4m3fn
+            own.enable_layerwise_casting(storage_dtype=storage, compute_dtype=torch.float32)  # type: ignore[operator]
         else:
             cpu = torch.device("cpu")
             hooks.apply_group_offloading(own, cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
