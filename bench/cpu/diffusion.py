@@ -1,8 +1,9 @@
 """Tries transformers of diffusers on 2 and 3 ranks: output and every gradient beside those of one process, in fp64.
 
-python -m bench.cpu.diffusion                     # a small model of every class, to bench/results/diffusion.json
+python -m bench.cpu.diffusion                     # a small model of every class, to bench/results/diffusion.json,
+                                                  # which has a run of each release
 python -m bench.cpu.diffusion Flux Wan            # classes with such names, to the terminal alone
-python -m bench.cpu.diffusion --show              # all of them, to the terminal alone, as for another release
+python -m bench.cpu.diffusion --show --jobs 4     # all of them, to the terminal alone, in 4 processes
 python -m bench.cpu.diffusion --checkout PATH     # the configs that tests of a checkout of diffusers have
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
+import multiprocessing
 import os
 import textwrap
 import warnings
@@ -94,11 +97,23 @@ def table(rows: dict[str, dict[str, list[str]]]) -> str:
     return text
 
 
+def summary(recorded: dict[str, Any]) -> str:
+    """The sentence of a page: how many classes of each release are what."""
+    some = []
+    for version, run in sorted(recorded.items(), reverse=True):
+        counts = Counter(map(kind, run["rows"].values()))
+        assert not counts.keys() - set(FIT), counts
+        of = f"Of {len(run['rows'])} of the {run['classes']} classes of diffusers {version}"
+        some.append(f"{of}, {counts['exact']} are exact and {counts['refused']} are refused by name; none is wrong.")
+    return textwrap.fill(" ".join(some), 120)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help="parts of names of classes")
     parser.add_argument("--show", action="store_true", help="write nothing, and fail where one is wrong")
     parser.add_argument("--checkout", type=Path, help="a checkout of diffusers, whose tests have other configs")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes run them")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -107,21 +122,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases: Iterator[tuple[str, Case]] = ((name, partial(made, name)) for name in TABLE if name in here)
     if args.checkout:
         cases = of_checkout(args.checkout)
+    chosen = {name: make for name, make in cases if not args.names or any(part in name for part in args.names)}
     rows: dict[str, dict[str, list[str]]] = {}
-    for name, make in cases:
-        if not args.names or any(part in name for part in args.names):
-            rows[name] = row(make)
-            for result, settings in rows[name].items():
+    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:  # which has the modules of a checkout
+        for name, found in zip(chosen, pool.imap(row, chosen.values())):
+            rows[name] = found
+            for result, settings in found.items():
                 few = "" if len(settings) == len(SETTINGS) else f" ({'; '.join(settings)})"
                 print(f"{name:44}{result:.300}{few}", flush=True)
     counts = Counter(map(kind, rows.values()))
     print(f"{len(rows)} of {len(here)}: {', '.join(f'{number} {word}' for word, number in counts.most_common())}")
-    if not args.checkout:
-        print(table(rows))
     if args.show or args.checkout or args.names:
         parser.exit(bool(counts.keys() - set(FIT)))
-    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
-    records.write(RESULTS, {"versions": versions, "classes": len(here), "rows": rows})
+    of_release = {"torch": torch.__version__, "classes": len(here), "rows": rows}
+    recorded = json.loads(RESULTS.read_text()) | {diffusers.__version__: of_release}
+    records.write(RESULTS, recorded)
+    print(summary(recorded), table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def verdict(make: Case, setting: Setting, parallelize: Callable[..., Any] = seqp
         return outcome(own, inputs, backward)
 
     try:
-        every = run_threads(setting.ranks, rank)
+        every = run_threads(setting.ranks, rank, timeout=600.0)
     except NotImplementedError as error:
         return f"refused: {said(error)}"
     except Exception as error:
