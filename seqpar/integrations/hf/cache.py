@@ -41,7 +41,7 @@ from seqpar.integrations.hf.recurrent.states import MixerStates, Stored
 from seqpar.integrations.hf.rotary import lengthy
 from seqpar.kernels import merge
 from seqpar.ops.attention.merging import merge_ranks, part_of
-from seqpar.ops.core.device import autocast
+from seqpar.ops.core.device import autocast, no_autocast
 from seqpar.plan import Plan
 
 # Options of generation that need rows of a cache to be taken back, or another cache.
@@ -245,7 +245,8 @@ class ShardedCache(Cache):
         out, lse = part_of(grouped, k, v, plan, scale=scale, softcap=softcap)
         out = out.view(b * s, group, h_kv, -1).transpose(1, 2).reshape(b * s, h, -1)
         if made is not None:
-            out = torch.einsum("thr,hdr->thd", out.to(w_v.dtype), w_v).to(lse.dtype)
+            with no_autocast(out.device.type):  # not rounded before parts are merged
+                out = torch.einsum("thr,hdr->thd", out, w_v.to(out.dtype))
         out, lse = merge_ranks(out, lse.view(b * s, group, h_kv).transpose(1, 2).reshape(b * s, h), self.comm)
         if sinks is not None:  # once, and not on every rank
             out, _ = merge(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))

@@ -81,14 +81,14 @@ def check(name: str, ranks: int, layout: str, new: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", MAIN)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_200_tokens_are_those_of_one_process(name: str, ranks: int, layout: str) -> None:
     check(name, ranks, layout, 200)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.sampled(4)
-def test_other_models(name: str) -> None:
+@pytest.mark.parametrize("name", MAIN + OTHERS)
+@pytest.mark.sampled(5)
+def test_few_tokens_of_all_models(name: str) -> None:
     check(name, 2, "zigzag", 6)
 
 
