@@ -6,8 +6,9 @@
 A step is a forward, then a backward up to the gradients of the weights, which neither side sums over ranks. Methods
 take turns, in reversed order every second round; a time is that of the slowest rank, and so is its processor time. Each
 first runs untimed, and its output, and the sum of all ranks' gradients, are compared with those of one process in
-fp32. A method that does not run shows its error. MB are what rank 0 sends in a step. Ratios are as in
-`bench.peers.attention`: to the fastest of seqpar's rows over gloo, which is what diffusers' methods exchange by.
+fp32. A method that does not run shows its error: on CPUs diffusers' ring, since it needs the logsumexp, which diffusers
+has from kernels of GPUs alone. MB are what rank 0 sends in a step. Ratios are as in `bench.peers.attention`: to the
+fastest of seqpar's rows over gloo, which is what diffusers' methods exchange by.
 """
 
 from __future__ import annotations
