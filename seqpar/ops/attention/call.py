@@ -197,7 +197,7 @@ class Call(Record):
     @property
     def name(self) -> str:
         """The call in messages."""
-        return f"{self.signature.verb}, call {self.tag.call}"
+        return f"{self.tag.name}, call {self.tag.call}"
 
     def message(self, phase: Phase, stage: int) -> Tag:
         """The tag of one of its exchanges; repeated backward passes have their own numbers."""

@@ -115,9 +115,7 @@ def latent_attention(
     return out, *([lse.t()] if return_lse else []), *([top.detach()] if return_max_logit else [])
 
 
-def _run(
-    tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any
-) -> tuple[Sequence[Tensor], Tensors, Call]:
+def _run(tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any) -> tuple[Tensors, Tensors, Call]:
     """Output, lse [H, T] and the largest scores, the weights and what else backward needs, and the call."""
     *given, expand_bytes, grads = options_and_grads
     q, latent, rotated, w_k, w_v, sinks = tensors

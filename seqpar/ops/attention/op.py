@@ -38,9 +38,7 @@ from seqpar.plan import Part, Plan
 log = logging.getLogger("seqpar.ops")
 
 
-def _run(
-    tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any
-) -> tuple[Sequence[Tensor], Tensors, Call]:
+def _run(tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any) -> tuple[Tensors, Tensors, Call]:
     """Output, lse [H, T] and the largest scores, the tensors of the parts that backward needs, and the call."""
     *given, grads = options_and_grads
     plan, comm, options = resolved(values, Options(*given))
@@ -62,7 +60,7 @@ def agreed_call(
     layer_calls.begun += 1
     check_comm(verb, comm)
     with agreement(verb, comm) as agreed:
-        check_dense(verb, (*tensors, *(expansion or ())))
+        check_dense(verb, tensors if expansion is None else (*tensors, *expansion))
         check_tensors(q, k, v, sinks, slopes, expansion, plan, comm)
         signature = signature_of(q, k, v, sinks, slopes, options, grads, expansion)
         recipe = plan.known((comm.rank, signature)) or _first(plan, comm, signature)
@@ -73,7 +71,8 @@ def agreed_call(
         agreed.facts, agreed.keys = recipe.facts, recipe.keys
         agreed.digest = recipe.digest if seed is None else hash63((recipe.digest, seed))
         agreed.values = {"dropout_seed": seed, "alibi_slopes": slopes, "sinks": sinks}
-        agreed.values |= {} if expansion is None else expansion.weights
+        if expansion is not None:
+            agreed.values |= expansion.weights
     if recipe.kind is not None:
         recipe = _usable(recipe, plan, comm, signature)
     number = comm.next_call()
@@ -84,16 +83,16 @@ def agreed_call(
     return Call(comm, Tag(agreed.digest, number, 0, 0, verb), plan, signature, recipe, seed or 0, stamp=stamp)
 
 
-def computed(call: Call, kernel: Kernel, tensors: Sequence[Any], *, saves: bool) -> tuple[list[Tensor], Tensors]:
+def computed(call: Call, kernel: Kernel, tensors: Sequence[Any], *, saves: bool) -> tuple[list[Tensor | None], Tensors]:
     """Output, lse [H, T] and the largest scores [H], and the tensors that `differentiated` needs, if it `saves` any.
 
-    tensors: as agreed. Scores that are not asked for are [0].
+    tensors: as agreed. Scores that are not asked for are None.
     """
-    *qkv, sinks, slopes = tensors
-    q, k, v = map(near, qkv)
+    q, k, v, sinks, slopes = tensors
+    q, k, v = near(q), near(k), near(v)
     with abort_on_error(call.comm, call.name), no_autocast(q.device.type), current_device_of(q):
         out, lse, parts = forward(call, kernel, q, k, v, sinks, slopes)
-        top = largest(call, parts) if call.signature.return_max_logit else lse.new_empty(0)
+        top = largest(call, parts) if call.signature.return_max_logit else None
     saved: list[Tensor | None] = []
     if saves:
         saved = [sinks, slopes, out, lse]
@@ -220,7 +219,7 @@ def fake_results(q: Tensor, v_dim: int, *, scored: bool) -> tuple[Tensor, ...]:
     """Output, lse, the largest scores if they are asked for, and the ticket, without values."""
     rows, heads, _ = q.shape
     ticket, acc = torch.empty((), dtype=torch.int64, device="cpu"), acc_dtype(q.dtype)
-    top = q.new_empty(heads if scored else 0, dtype=acc)
+    top = q.new_empty(heads, dtype=acc) if scored else q.new_empty(0)
     return q.new_empty(rows, heads, v_dim), q.new_empty(heads, rows, dtype=acc), top, ticket
 
 

@@ -89,10 +89,10 @@ class Signature(NamedTuple):
     q_grads: bool
     kv_grads: bool
     sink_grads: bool
+    return_max_logit: bool = False
     latent: tuple[int, int] | None = None
     weight_grads: bool = False
     expand_bytes: int = 0
-    return_max_logit: bool = False
 
     @property
     def verb(self) -> str:
@@ -197,8 +197,7 @@ def signature_of(
     signature = Signature(
         q.device, q.dtype, heads, k.shape[1], dim, v.shape[2], scale, softcap, dropout_p, slopes is not None,
         sinks is not None, bool(options.return_lse), bool(options.deterministic), str(options.kernel),
-        options.accuracy, grads[0], grads[1] or grads[2], grads[3],
-        return_max_logit=bool(options.return_max_logit),
+        options.accuracy, grads[0], grads[1] or grads[2], grads[3], bool(options.return_max_logit),
     )  # fmt: skip
     if expansion is None:
         return signature

@@ -99,7 +99,8 @@ class Ticket:
 class CollectiveOp:
     """A collective of a list of tensors or Nones.
 
-    run(tensors, values, *options, grads) returns its results, the tensors to save, and its record. values: the op's
+    run(tensors, values, *options, grads) returns its results (None for one that is not asked for, which is empty in
+    graphs), the tensors to save, and its record. values: the op's
     other arguments, ending with a comm; or, as the backward of another call, that call's record. grads: which of the
     tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
     returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
@@ -111,7 +112,7 @@ class CollectiveOp:
     def __init__(
         self,
         name: str,
-        run: Callable[..., tuple[Sequence[Tensor], Tensors, Any]],
+        run: Callable[..., tuple[Tensors, Tensors, Any]],
         *,
         adjoint: Callable[..., tuple[CollectiveOp, tuple[Any, ...]]] | None = None,
         back: Callable[..., Tensors] | None = None,
@@ -190,7 +191,8 @@ class CollectiveOp:
         saved_by_graph = [*tensors, *results] if self.reads_results else tensors
         places = {id(x): n for n, x in reversed(list(enumerate(saved_by_graph))) if x is not None}
         ticket = carry(Ticket(record, [places.get(id(x), x) for x in saved]))
-        dense = [x.contiguous() for x in results]  # as the op's fake promises to compilers
+        # as the op's fake promises to compilers
+        dense = [unneeded(tensors) if x is None else x.contiguous() for x in results]
         return (dense, ticket) if self._tensors is None else (*dense, ticket)
 
     def _run_back_in_graph(self, *arguments: Any) -> tuple[Tensor, ...]:
