@@ -300,7 +300,8 @@ def unsplit(model: PreTrainedModel, fit: Any, *, alone: bool, rewritten: bool) -
     rules = [rule for rule in fit.rules if not rule.causal or rule.block or rule.chunk is not None]
     reasons = {
         f"transformers {transformers.__version__} takes no cache by that name, 5.24 does": "cache" not in taken,
-        "it generates no tokens": not isinstance(model, GenerationMixin) or fit.head is None,
+        "it generates no tokens": not isinstance(model, GenerationMixin),
+        "its logits are not those of a linear layer on its last hidden states": fit.head is None,
         "its text model is inside a model of images": not alone,
         f"it keeps no states of {', '.join(recurrent)}": bool(recurrent),
         "it computes attention outside transformers' interface": rewritten and not chosen,

@@ -167,6 +167,21 @@ def on_process(comm: Comm) -> list[Tensor]:
     return found
 
 
+REFUSED = {
+    "jamba": "keeps no states of JambaMambaMixer", "zamba2": "keeps no states of Zamba2MambaMixer",
+    "recurrent_gemma": "keeps no states of RecurrentGemmaRecurrentBlock",
+    "minimax": "keeps no states of MiniMaxLightningAttention", "minicpm3": "not those of a linear layer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.sampled(2)
+def test_refused_by_name(name: str) -> None:
+    own = build(name)
+    with islands(torch.float64), pytest.raises(NotImplementedError, match=REFUSED[name]):
+        seqpar.parallelize(own, LocalComm()).cache()
+
+
 def test_latents_stay_and_a_step_sends_partial_values_alone() -> None:
     model, batch = build("deepseek_v3"), prompts([40, 21])
     heads, latent, rotated, values, layers = 4, 12, 4, 7, 2
