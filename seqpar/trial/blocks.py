@@ -39,7 +39,8 @@ from seqpar.trial.weights import drawn
 RUNS = 16
 READS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.nonzero,
-    torch.nonzero,
+    torch.nonzero, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, Tensor.is_nonzero,
+    torch.is_nonzero,
 }  # fmt: skip
 
 
@@ -136,7 +137,7 @@ class _Intercepting(TorchFunctionMode):
         if draws(func, args, kwargs):
             raise NotImplementedError(f"it draws random numbers, by {func.__name__}")
         if func in READS:
-            if isinstance(args[0], _OfRows):
+            if any(isinstance(x, _OfRows) for x in args):
                 raise Mismatch(f"its branches depend on values of its rows, which it reads by {func.__name__}")
             read = func(*args, **kwargs)
             self.reads.append(value_of(read))

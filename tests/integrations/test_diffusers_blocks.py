@@ -161,6 +161,10 @@ def by_step(self: Block, h: Tensor, step: Any) -> Tensor:
     return h + h.mean(1, keepdim=True) if step > 0.5 else h
 
 
+def if_alike(self: Block, h: Tensor, times: Tensor) -> Tensor:
+    return self.to_itself(h * times) * (2 if torch.equal(times, times[:, :1].expand_as(times)) else 1)
+
+
 def joint(self: Block, h: Tensor, text: Tensor, *order: int) -> tuple[Tensor, Tensor]:
     q, k, v = (torch.cat(each, 2) for each in zip(self.heads(text), self.heads(h)))
     out = self.attended(q, k, v)
@@ -219,6 +223,8 @@ REPLACED: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "branches by a tensor of a step": (
         by_step, lambda b: ([x(b, ROWS, D)], (torch.tensor(0.2),), (torch.tensor(0.8),))),
     "branches by the number of rows": (lambda s, h: by_step(s, h, h.shape[1] > 20), alone),
+    "branches by whether rows are alike": (
+        if_alike, lambda b: ([x(b, ROWS, D)], (x(b, ROWS, 1),), (x(b, 2, 1).repeat_interleave(ROWS // 2, 1),))),
     "branches by whether rows are seen": (
         lambda s, h, seen: by_step(s, h, not seen.all()),
         lambda b: ([x(b, ROWS, D)], (torch.ones(b, ROWS, dtype=torch.bool),), (torch.arange(ROWS).expand(b, -1) > 2,))),
