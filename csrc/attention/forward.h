@@ -23,6 +23,7 @@ struct Forward {
   const sp_ranges* ranges;
   Panels panels;
   int64_t q_words, v_cols;  // words of a staged query; columns of a transposed output, padded to whole vectors
+  bool once;  // each key is read by one task, which packs a block before it reads it; a panel is NULL then
 };
 
 // A tile's running values while it walks along the keys. high: the maximum, which `top` may be below by SLACK.
@@ -136,10 +137,9 @@ inline void weigh_block(const Block* block, const Score* score, State* state, fl
 }
 
 // out[col][lane] += weights times values of one block.
-inline void add_values(const Forward* job, const Lanes* lanes, const Block* block, int64_t kv_head,
-                       const float* weights, float* out) {
+inline void add_values(const Forward* job, const Lanes* lanes, const Block* block, const float* v, const float* weights,
+                       float* out) {
   const Panels* p = &job->panels;
-  const float* v = p->v + kv_head * p->v_head + block->begin / PAIR * p->v_row;
   int64_t rows = (block->end - block->begin) / PAIR, words = GROUP > 1 ? p->v_row : job->x->v_dim;
   bool clean = true;
   for (int64_t r = 0; r < rows && !block->full; ++r) clean &= finite(v + r * p->v_row, words);
@@ -184,6 +184,42 @@ inline void finish_row(const sp_sums* sums, int dtype, int64_t cols, int64_t row
     memcpy(out != nullptr ? out : (char*)acc, x, (size_t)cols * 4);
 }
 
+// Packs keys [begin, end) of one head: keys into a flat panel, unless k is NULL, and values into a zipped one.
+inline void pack(const sp_attention* x, int64_t head, int64_t begin, int64_t end, float* k, int64_t k_words, float* v,
+                 int64_t v_words, float* scratch) {
+  int64_t padded = up(end, GRAIN) - begin, width = x->dtype == SP_F32 ? 4 : 2;
+  const char* values = (const char*)x->v + (begin * x->v_row + head * x->v_head) * width;
+  if (k != nullptr)
+    stage(x->dtype, (const char*)x->k + (begin * x->k_row + head * x->k_head) * width, x->k_row, x->dim, end - begin, k,
+          k_words, padded);
+#if defined(SP_PAIRS)
+  int64_t words = (v_words + 1) / 2;
+  stage(x->dtype, values, x->v_row, x->v_dim, end - begin, scratch, words, padded);
+  zip_down(scratch, words, padded, v, v_words);
+#else
+  (void)scratch;
+  stage(x->dtype, values, x->v_row, x->v_dim, end - begin, v, v_words, padded);
+#endif
+}
+
+// The words that `pack` needs as scratch for so many keys.
+inline int64_t pack_scratch(int64_t keys, int64_t v_words) { return keys * ((v_words + 1) / 2); }
+
+// Packs PACK_KEYS keys of one head.
+struct Packing {
+  const sp_attention* x;
+  float *k, *v;
+  int64_t k_words, v_words, chunks, rows;  // v_words: of a zipped row
+};
+
+inline void pack_task(void* context, int64_t task, char* scratch) {
+  const Packing* job = static_cast<const Packing*>(context);
+  int64_t head = task % job->x->kv_heads, begin = task / job->x->kv_heads * PACK_KEYS;
+  float* k = job->k != nullptr ? job->k + (head * job->rows + begin) * job->k_words : nullptr;
+  pack(job->x, head, begin, least(begin + PACK_KEYS, job->x->n), k, job->k_words,
+       job->v + (head * job->rows + begin) / PAIR * job->v_words, job->v_words, reinterpret_cast<float*>(scratch));
+}
+
 // Scratch of a task, in floats.
 struct ForwardScratch {
   Lanes lanes;
@@ -192,6 +228,18 @@ struct ForwardScratch {
 };
 
 inline int64_t forward_stage(const Forward* job) { return BM * most(job->q_words, job->v_cols); }
+
+// Words of the panels that a task packs for each block: of keys, of values, and the scratch to fill them.
+struct BlockPanels {
+  int64_t k, v, scratch;
+};
+
+inline BlockPanels block_panels(const Forward* job) {
+  const Panels* p = &job->panels;
+  if (!job->once) return {};
+  return {p->k == nullptr ? FORWARD_KEYS * p->k_row : 0, FORWARD_KEYS / PAIR * p->v_row,
+          up(pack_scratch(FORWARD_KEYS, p->v_row), W)};
+}
 
 inline void forward_task(void* context, int64_t task, char* scratch) {
   const Forward* job = static_cast<const Forward*>(context);
@@ -202,7 +250,9 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   float* s = queries + job->q_words * BM;
   float* out = s + FORWARD_KEYS * BM;
   float* rows = out + job->v_cols * BM;
-  ForwardScratch* here = reinterpret_cast<ForwardScratch*>(rows + forward_stage(job));
+  const BlockPanels words = block_panels(job);
+  float *own_k = rows + forward_stage(job), *own_v = own_k + words.k, *loose = own_v + words.v;
+  ForwardScratch* here = reinterpret_cast<ForwardScratch*>(loose + words.scratch);
   Lanes* lanes = &here->lanes;
   State* state = &here->state;
   find_lanes(x, job->ranges, tile, lanes);
@@ -225,11 +275,16 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   Block block;
   const int64_t limit = up(x->n, GRAIN);
   for (int64_t from = 0; next_block(lanes, from, limit, FORWARD_KEYS, &block); from = block.end) {
-    const float* k = p->k + kv_head * p->k_head + block.begin * p->k_row;
+    const int64_t end = least(block.end, x->n);
+    const float *k = own_k, *v = own_v;
+    if (job->once)
+      pack(x, kv_head, block.begin, end, p->k == nullptr ? own_k : nullptr, p->k_row, own_v, p->v_row, loose);
+    if (p->k != nullptr) k = p->k + kv_head * p->k_head + block.begin * p->k_row;
+    if (p->v != nullptr) v = p->v + kv_head * p->v_head + block.begin / PAIR * p->v_row;
     // prefetch the next keys, and the values that this block is about to read
-    Ahead ahead = {k + MR * p->k_row, p->v + kv_head * p->v_head + block.begin / PAIR * p->v_row, p->k_row, p->v_row};
+    Ahead ahead = {k + MR * p->k_row, v, p->k_row, p->v_row};
     multiply<false, true>(block.vectors, k, p->k_row, 1, queries + block.vector * W, BM, s + block.vector * W, BM,
-                          least(block.end, x->n) - block.begin, up(x->dim, GRAIN) / PAIR, &ahead);
+                          end - block.begin, up(x->dim, GRAIN) / PAIR, &ahead);
     switch (pairs_of(lanes, &block)) {
       case ALL:
         mask_scores<ALL>(lanes, &block, &score, state, s, here->peak);
@@ -246,7 +301,7 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
       weigh_block<true>(&block, &score, state, s);
     else
       weigh_block<false>(&block, &score, state, s);
-    add_values(job, lanes, &block, kv_head, s, out);
+    add_values(job, lanes, &block, v, s, out);
   }
   for (int64_t r = 0; r < lanes->vectors * W; r += W)
     for (int64_t col = 0; col < job->v_cols; col += W)
@@ -256,33 +311,6 @@ inline void forward_task(void* context, int64_t task, char* scratch) {
   for (int64_t i = 0; i < lanes->rows; ++i)
     finish_row(job->sums, x->dtype, x->v_dim, lanes->row + i, head, state->total[i], state->base[i] * score.natural,
                rows + i * job->v_cols);
-}
-
-// Packs PACK_KEYS keys of one head.
-struct Packing {
-  const sp_attention* x;
-  float *k, *v;
-  int64_t k_words, v_words, chunks, rows;  // v_words: of a zipped row
-};
-
-inline void pack_task(void* context, int64_t task, char* scratch) {
-  const Packing* job = static_cast<const Packing*>(context);
-  const sp_attention* x = job->x;
-  int64_t head = task % x->kv_heads, begin = task / x->kv_heads * PACK_KEYS, end = least(begin + PACK_KEYS, x->n);
-  int64_t padded = up(end, GRAIN) - begin, width = x->dtype == SP_F32 ? 4 : 2;
-  const char* v = (const char*)x->v + (begin * x->v_row + head * x->v_head) * width;
-  if (job->k != nullptr)
-    stage(x->dtype, (const char*)x->k + (begin * x->k_row + head * x->k_head) * width, x->k_row, x->dim, end - begin,
-          job->k + (head * job->rows + begin) * job->k_words, job->k_words, padded);
-  float* to = job->v + (head * job->rows + begin) / PAIR * job->v_words;
-#if defined(SP_PAIRS)
-  int64_t words = (job->v_words + 1) / 2;
-  stage(x->dtype, v, x->v_row, x->v_dim, end - begin, reinterpret_cast<float*>(scratch), words, padded);
-  zip_down(reinterpret_cast<float*>(scratch), words, padded, to, job->v_words);
-#else
-  (void)scratch;
-  stage(x->dtype, v, x->v_row, x->v_dim, end - begin, to, job->v_words, padded);
-#endif
 }
 
 // An upper bound where keys end.
@@ -303,7 +331,7 @@ inline bool worth_packing(const sp_attention* x, double pairs) {
 
 inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* ranges, bool packs,
                    sp_parallel_for parallel_for) {
-  Forward job = {x, sums, ranges, {}, up((x->dim + PAIR - 1) / PAIR, W), up(x->v_dim, W)};
+  Forward job = {x, sums, ranges, {}, up((x->dim + PAIR - 1) / PAIR, W), up(x->v_dim, W), false};
   float* packed = nullptr;
   double pairs = attended(x, ranges);
   if (x->n > 0 && (x->dtype == SP_BF16 || (packs && worth_packing(x, pairs)))) {
@@ -314,14 +342,18 @@ inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* 
     // whole pairs can be read in place; tile registers load faster from rows that lie close
     bool lies = PAIR == 2 && GROUP == 1 && x->dim % 2 == 0 && x->k_row % 2 == 0 && x->k_head % 2 == 0;
     int64_t k_words = lies ? 0 : x->kv_heads * pack.rows * pack.k_words;
-    packed = static_cast<float*>(sp_allocate((size_t)(k_words + x->kv_heads * pack.rows / PAIR * v_words) * 4));
-    if (packed == nullptr) return SP_NO_MEMORY;
-    pack.k = lies ? nullptr : packed, pack.v = packed + k_words;
+    job.once = x->heads == x->kv_heads && x->tiles.count == 1;
+    if (!job.once) {
+      packed = static_cast<float*>(sp_allocate((size_t)(k_words + x->kv_heads * pack.rows / PAIR * v_words) * 4));
+      if (packed == nullptr) return SP_NO_MEMORY;
+      pack.k = lies ? nullptr : packed, pack.v = packed + k_words;
+    }
     job.panels = {pack.k, pack.v, pack.k_words, pack.rows * pack.k_words, v_words, pack.rows / PAIR * v_words};
     if (lies) job.panels.k = (const float*)x->k, job.panels.k_row = x->k_row / 2, job.panels.k_head = x->k_head / 2;
     double work = 8.0 * (double)(x->n * x->kv_heads * (x->dim + x->v_dim));
-    size_t bytes = (size_t)(PACK_KEYS * (v_words + 1) / 2) * 4;
-    int status = sp_run(pack_task, &pack, x->kv_heads * pack.chunks, bytes, work, parallel_for);
+    size_t bytes = (size_t)pack_scratch(PACK_KEYS, v_words) * 4;
+    int64_t tasks = job.once ? 0 : x->kv_heads * pack.chunks;
+    int status = sp_run(pack_task, &pack, tasks, bytes, work, parallel_for);
     if (status != 0) {
       free(packed);
       return status;
@@ -329,7 +361,9 @@ inline int forward(const sp_attention* x, const sp_sums* sums, const sp_ranges* 
   } else {
     job.panels = {(const float*)x->k, (const float*)x->v, x->k_row, x->k_head, x->v_row, x->v_head};
   }
-  size_t words = (size_t)((job.q_words + FORWARD_KEYS + job.v_cols) * BM + forward_stage(&job));
+  const BlockPanels own = block_panels(&job);
+  size_t words =
+      (size_t)((job.q_words + FORWARD_KEYS + job.v_cols) * BM + forward_stage(&job) + own.k + own.v + own.scratch);
   double work = 2.0 * pairs * (double)(x->dim + x->v_dim) + (double)(x->m * x->heads) * 1e3;
   int status =
       sp_run(forward_task, &job, x->heads * x->tiles.count, words * 4 + sizeof(ForwardScratch), work, parallel_for);

@@ -66,6 +66,20 @@ def over_ranks(comm: Comm, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return seqpar.merge_ranks(out, lse, comm)[0].to(q.dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keys", [1, 37, 300])
+def test_heads_of_a_group_are_rows_of_one_key_head(keys: int, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(n, h, d).to(dtype) for n, h, d in ((1, 8, 33), (keys, 2, 33), (keys, 2, 17)))
+
+    def plan(rows: int) -> Plan:
+        mask = Mask.from_bounds([0] * rows, [keys] * rows, kv_tokens=keys)
+        return Plan(mask, Layout.contiguous(rows, 1), kv_layout=Layout.contiguous(keys, 1))
+
+    out, lse = part_of(q.view(2, 4, 33).transpose(0, 1), k, v, plan(4))
+    expected, total = part_of(q, k, v, plan(1))
+    assert out.transpose(0, 1).reshape(1, 8, 17).equal(expected) and lse.t().reshape(1, 8).equal(total)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_more_ranks_round_no_more(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
