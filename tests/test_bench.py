@@ -48,6 +48,15 @@ def test_rows_of_every_slice_say_what_ran_where(tmp_path: Path) -> None:
         assert "error" not in row and "lost" not in row and row.keys() & {"ms", "ok", "skipped"}, row
 
 
+def test_generation_is_timed_with_either_cache() -> None:
+    generation = import_module("bench.cpu.generation")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert generation.kernel(300, 1, dtype).keys() == {"seqpar", "torch", "torch, rows a page apart"}
+    for split in (True, False):
+        wall, cpu = generation.decode(seqpar.LocalComm(), 1, 100, 2, split, (32, 64))
+        assert wall > 0 and cpu > 0
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forward = Blockwise.forward
 
