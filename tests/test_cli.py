@@ -268,6 +268,7 @@ def test_fit_traces_the_layers_of_transformers(tmp_path: Path, capsys: pytest.Ca
     config = tmp_path / "config.json"
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     more = {"vocab_size": 99, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     config.write_text(json.dumps({"model_type": "gemma3_text", **sizes, **more}))
     longest = []
     for flags in ((), ("--trace",)):
@@ -276,6 +277,9 @@ def test_fit_traces_the_layers_of_transformers(tmp_path: Path, capsys: pytest.Ca
     counted, traced = longest
     assert traced["own-loss"] < 0.9 * counted["own-loss"]  # of the four norms of a layer the config says nothing
     assert traced["own-loss"] < traced["keep-attention"] < traced["full"] < traced["tiled"]
+    config.write_text(json.dumps({"model_type": "mixtral", **sizes, **more, **experts}))  # grouped in bfloat16
+    flags = ("--lengths", "9", "--model", str(config), "--weights", "float32", "--trace")
+    assert main(["fit", *flags]) == 2 and "seqpar fit: --trace: Expected inputs of BF16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

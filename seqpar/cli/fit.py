@@ -119,14 +119,17 @@ def _traced(args: Any, training: Training) -> ModelShape:
     from seqpar.train.trace import trace_layers
 
     config, dtype = AutoConfig.from_pretrained(args.model), getattr(torch, training.weights)
-    with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        several = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == shape.layers)
-        ids = torch.zeros((1, 31), dtype=torch.int64, device="cpu")
-        layers = next(several, None)
-        if layers is None:
-            raise CommandError(f"--trace: {type(model).__name__} has no list of {shape.layers} layers")
-        blocks = trace_layers(layers, lambda: model(input_ids=ids, use_cache=False))
+    try:
+        with FakeTensorMode():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            several = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == shape.layers)
+            ids = torch.zeros((1, 31), dtype=torch.int64, device="cpu")
+            layers = next(several, None)
+            if layers is None:
+                raise CommandError(f"--trace: {type(model).__name__} has no list of {shape.layers} layers")
+            blocks = trace_layers(layers, lambda: model(input_ids=ids, use_cache=False))
+    except (ValueError, RuntimeError) as error:  # NotImplementedError is one
+        raise CommandError(f"--trace: {error}; without --trace, layers are counted from the config") from None
     return replace(shape, blocks=tuple(blocks))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -165,7 +165,8 @@ def _names(rungs: Sequence[str] | None, training: Training) -> list[str]:
     """The names of the rungs, in the order of the ladder."""
     if rungs is None:
         return [name for name in RUNGS if training.host_bytes or name not in HOST]
-    if isinstance(rungs, str) or not rungs or not set(rungs) <= set(RUNGS):
+    known = list(RUNGS)
+    if isinstance(rungs, str) or not isinstance(rungs, Collection) or not rungs or any(x not in known for x in rungs):
         raise ValueError(f"rungs must be some of {', '.join(RUNGS)}, got {rungs!r:.100}")
     if not training.host_bytes and (given := sorted(set(rungs) & set(HOST))):
         raise ValueError(f"the rung {given[0]} needs memory of the host; give Training(host_bytes=...), for a rank")
@@ -227,8 +228,8 @@ def _refusal(batch: Batch, at: Machine, names: Sequence[str], *, chosen: bool) -
         "a smaller model, since no single change here suffices"
     ]
     return (
-        f"a document of {batch.longest:,} tokens fits {at.ranks} ranks of {at.hardware.name} on no rung: with {mix}, "
-        f"a rank needs {_gb(limit.bytes(rows))} {WORDS[limit.name]} and has {_gb(has)}, "
+        f"a document of {batch.longest:,} tokens fits {at.ranks} rank{'s' * (at.ranks > 1)} of {at.hardware.name} on "
+        f"no rung: with {mix}, a rank needs {_gb(limit.bytes(rows))} {WORDS[limit.name]} and has {_gb(has)}, "
         f"{_gb(missing)} too little; give {', '.join(ways[:-1])}{', or ' * (len(ways) > 1)}{ways[-1]}"
     )
 

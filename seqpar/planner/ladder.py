@@ -128,14 +128,16 @@ class Machine(NamedTuple):
         """Lists of two of these rungs, each mix with room for more rows than the one before.
 
         A list for each pair of rungs with the state on the device, and with it on the host, as far as anything fits
-        there.
+        there. "plain" is not mixed, and is no use where own-loss is named.
         """
+        plain = Mix(0, "none", "none", True, self.training.state_on_host)
+        found = [[plain]] if "plain" in names and "own-loss" not in names else []
         if list(names) == ["plain"]:
-            return [[Mix(0, "none", "none", True, self.training.state_on_host)]]
+            return found
         on_host = [False] * (not self.training.state_on_host and list(names) != ["state-on-host"])
         on_host += [True] * (self.training.state_on_host or "state-on-host" in names)
         policies = list(dict.fromkeys(RUNGS[name][0] for name in names if not RUNGS[name][1]))
-        layers, found = self.shape.layers, []
+        layers = self.shape.layers
         for held in on_host:
             for rest, first in list(combinations(policies, 2)) or [(policies[0], policies[0])]:
                 part = [Mix(n, first, rest, False, held) for n in range(layers)]

@@ -115,6 +115,8 @@ def test_the_ways_out_of_a_refusal_fit(model: str, host: int) -> None:
         ({"training": 0}, "training must be a Training or None"),
         ({"rungs": ["tile"]}, r"rungs must be some of plain, .*, got \['tile'\]"),
         ({"rungs": []}, "rungs must be some of"),
+        ({"rungs": 5}, "rungs must be some of"),
+        ({"rungs": [["full"]]}, "rungs must be some of"),
         ({"rungs": ["full", "offload"]}, r"the rung offload needs memory of the host; give Training\(host_bytes"),
         ({"tolerance": -0.1}, "tolerance must be a finite number of at least 0"),
         ({"model": "llama-9b"}, "no model is called"),
@@ -127,6 +129,7 @@ def test_what_fit_refuses(change: dict[str, object], match: str) -> None:
 
 
 def test_named_rungs_are_the_ones_taken() -> None:
+    assert fit([50_000], 8, rungs=["plain", "full"]).choice.mix.whole_logits
     ladder = fit([131_072], 8, rungs=["full", "own-loss"])
     assert [rung.name for rung in ladder.rungs] == ["own-loss", "full"]
     assert {ladder.choice.mix.first, ladder.choice.mix.rest} == {"none", "full"}
