@@ -191,11 +191,12 @@ def _in_tiles(run: Callable[[Tensor], Tensor], parts: list[Tensor]) -> Tensor:
     So where nothing after the tiles is needed, a recomputation of the block around them ends here, without their work.
     """
     empty = parts[0].detach().new_empty(0)
-    saved: list[Any] = [_Saved.apply(x, empty.clone().requires_grad_()).grad_fn for x in parts]  # type: ignore[no-untyped-call]
+    # Results and not their nodes are held: torch before 2.13 frees what a node saved when its result is gone.
+    saved: list[Any] = [_Saved.apply(x, empty.clone().requires_grad_()) for x in parts]  # type: ignore[no-untyped-call]
     device = [empty]  # tells checkpoints, which save no lists, where random numbers are drawn
 
     def compute(n: int, _: object) -> Tensor:
-        return run(parts[n] if parts else saved[n].saved_tensors[0])
+        return run(parts[n] if parts else saved[n].grad_fn.saved_tensors[0])
 
     out = torch.cat([checkpoint(compute, n, device, use_reentrant=False) for n in range(len(parts))], -2)
     parts.clear()
@@ -238,7 +239,7 @@ class _Recomputed(ReplacedForward):
             raise TypeError(f"{self.who} was called without a tensor of floating point; recompute the layers inside it")
         key, x = found
         on_host = self.offload and x.is_cuda and type(x) is Tensor  # of a block on the CPU, it is there
-        with saved_tensors_hooks(_HostInput, _HostInput.fetched) if on_host else nullcontext():
+        with saved_tensors_hooks(_HostInput.packed, _HostInput.unpacked) if on_host else nullcontext():
             return checkpoint(self._of(key, args, kwargs), x, use_reentrant=False, **self.options)
 
 
@@ -257,6 +258,16 @@ class _HostInput:
         with torch.cuda.stream(stream):
             self.host.copy_(x.detach(), non_blocking=True)
         x.record_stream(stream)
+
+    @classmethod
+    def packed(cls, x: Tensor) -> Tensor | _HostInput:
+        """What a checkpoint saves. Those of torch before 2.13 save an empty tensor too, which stays."""
+        return cls(x) if x.numel() else x
+
+    @staticmethod
+    def unpacked(saved: Tensor | _HostInput) -> Tensor:
+        """The tensor that was saved, on its device."""
+        return saved if isinstance(saved, Tensor) else saved.fetched()
 
     def start(self) -> Tensor:
         """The input on its device, once the copying stream is there."""
