@@ -37,8 +37,8 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
 
     sdpa: the model is any module whose attention is PyTorch's scaled_dot_product_attention; it takes this rank's rows.
     Planned by stages are the models of diffusers for which `seqpar.dsp` has a spec (Latte), and any model with
-    ``spec=``. Any module with lists of blocks is computed as those of diffusers with ``blocks=``. Other options depend
-    on the kind of model: see `seqpar.integrations.hf.model.ParallelTransformer`,
+    ``spec=``. Any module with lists of blocks is computed as those of diffusers with ``blocks=`` or ``whole=``. Other
+    options depend on the kind of model: see `seqpar.integrations.hf.model.ParallelTransformer`,
     `seqpar.integrations.diffusers.parallelize`, `seqpar.dsp.parallelize` and `seqpar.integrations.sdpa.parallelize`.
 
     Raises: NotImplementedError naming the part of the model that several ranks cannot compute; ValueError on every rank
@@ -51,7 +51,9 @@ def parallelize(model: nn.Module, comm: Comm, *, sdpa: bool = False, plan: Any =
         model = unwrapped(model)
     if plan is not None:
         options["plan"] = plan
-    make = _parallelize_of(model, sdpa, staged="spec" in options, blocks="blocks" in options)
+    make = _parallelize_of(
+        model, sdpa, staged="spec" in options, blocks=not options.keys().isdisjoint(("blocks", "whole"))
+    )
     name = type(model).__name__
     try:
         if sdpa and "average_over" in options:

@@ -10,7 +10,6 @@ from seqpar.private import PrivateNames
 
 names = PrivateNames("diffusers", "0.41 to 0.42", globals(), {})
 parallel_config = names.attribute("_parallel_config")  # of a model that shares its tokens itself
-chunk_size, chunk_dim = names.attribute("_chunk_size"), names.attribute("_chunk_dim")  # of a layer that runs in parts
 streams_of = names.attribute("_metadata")  # of a hook that leaves out a block: what the block returns
 HOOKS = names.key("_diffusers_hook")  # a module's attribute with the registry of its hooks
 # Attention backends whose operators are known. None: diffusers does not tell, so calls are counted.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -33,6 +33,7 @@ names = PrivateNames(
             _len_torch_function_stack
             _storage_Use_Count
         """,
+        "torch._dynamo.eval_frame": "skip_code",
         "torch._C._autograd": """
             _get_sequence_nr _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
             _top_saved_tensors_default_hooks
@@ -132,6 +133,19 @@ def uncompiled_calls(module: Any) -> Iterator[tuple[str, Any]]:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         yield "forward", module._orig_mod.__call__
+
+
+def compiled_alike(compiled: Any, function: Callable[..., Any], mode: type) -> tuple[Callable[..., Any], bool]:
+    """A function compiled as another one is, and whether it is: not where all of it has to be one graph.
+
+    mode: the class of the torch function mode around it, which is traced with the function, and not alone.
+    """
+    config = getattr(compiled, "get_compiler_config", None)
+    context = None if config is None else config.__closure__[0].cell_contents
+    if context is None or context.fullgraph:
+        return function, False
+    names.skip_code(mode.__torch_function__.__code__)  # type: ignore[attr-defined]
+    return context(function), True
 
 
 def groups_of(module: Any) -> Iterator[Any]:

@@ -44,6 +44,23 @@ READS = {
 }  # fmt: skip
 
 
+class AttentionCall(NamedTuple):
+    """A call of `F.scaled_dot_product_attention`, with its signature."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def computed(self) -> Tensor:
+        """What PyTorch returns."""
+        return F.scaled_dot_product_attention(**self._asdict())
+
+
 class MaskForm(NamedTuple):
     """What a mask [.., rows, keys] has on a rank: its own rows or keys, or those of the whole mask. one: a row for all.
 
@@ -111,24 +128,10 @@ class _OfRows(Tensor):
     """Some rows, or what follows from them."""
 
 
-class _Attention(NamedTuple):
-    """A recorded attention."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    options: tuple[Any, ...]
-    out: Tensor
-
-
 class _Intercepting(TorchFunctionMode):
-    """A mode in which attention is ``attend(number, query, key, value, mask, options)``, and nothing is by chance.
+    """A mode in which attention is ``attend(number, call)``, and nothing is by chance."""
 
-    options: whether it is causal, its scale, and whether heads of keys are fewer.
-    """
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, attend: Callable[[int, AttentionCall], Tensor]) -> None:
         super().__init__()
         self.attend, self.calls, self.reads = attend, 0, list[Any]()
 
@@ -136,22 +139,15 @@ class _Intercepting(TorchFunctionMode):
         kwargs = kwargs or {}
         if draws(func, args, kwargs):
             raise NotImplementedError(f"it draws random numbers, by {func.__name__}")
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return self.attend(self.calls - 1, AttentionCall(*args, **kwargs))
+        found = func(*args, **kwargs)
         if func in READS:
             if any(isinstance(x, _OfRows) for x in args):
                 raise Mismatch(f"its branches depend on values of its rows, which it reads by {func.__name__}")
-            read = func(*args, **kwargs)
-            self.reads.append(value_of(read))
-            return read
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        self.calls += 1
-        return self._attended(*args, **kwargs)
-
-    def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        return self.attend(self.calls - 1, query, key, value, attn_mask, (is_causal, scale, enable_gqa))
+            self.reads.append(value_of(found))
+        return found
 
 
 @contextmanager
@@ -180,7 +176,7 @@ class _BlockTrial:
 
     def __init__(self, run: Callable[[list[Any]], list[Any]], arguments: list[Any], ranks: int) -> None:
         self.run, self.arguments, self.runs, self.reasons = run, BlockArguments(arguments, ranks), 0, list[str]()
-        self.outputs, self.calls, self.reads = list[Any](), list[_Attention](), list[Any]()
+        self.outputs, self.calls, self.reads = list[Any](), list[tuple[AttentionCall, Tensor]](), list[Any]()
 
     def finding(self) -> Finding | None:
         """The first reading that follows; None if there are no rows to share."""
@@ -212,12 +208,10 @@ class _BlockTrial:
         """Run the block on a few rows of these kinds, and record its attentions; whether it could."""
         self.calls = []
 
-        def attend(
-            _: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: tuple[Any, ...]
-        ) -> Tensor:
-            shape = (*query.shape[:-1], value.shape[-1])
-            self.calls.append(_Attention(query, key, value, mask, options, random_rows(shape, value, len(self.calls))))
-            return self.calls[-1].out
+        def attend(number: int, call: AttentionCall) -> Tensor:
+            out = random_rows((*call.query.shape[:-1], call.value.shape[-1]), call.value, number + 1)
+            self.calls.append((call, out))
+            return out
 
         try:
             self.arguments.take_few(kinds, features)
@@ -227,7 +221,7 @@ class _BlockTrial:
             return False
         return True
 
-    def _ran(self, arguments: list[Any], attend: Callable[..., Tensor]) -> list[Any]:
+    def _ran(self, arguments: list[Any], attend: Callable[[int, AttentionCall], Tensor]) -> list[Any]:
         """The outputs. Raises Mismatch if the block fails, or may not run again."""
         if self.runs >= RUNS:
             raise Mismatch(f"its rows follow in none of {RUNS} runs")
@@ -331,23 +325,21 @@ class _Half:
             at += count
         return rows
 
-    def _attend(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: tuple[Any, ...]
-    ) -> Tensor:
+    def _attend(self, number: int, call: AttentionCall) -> Tensor:
         if number >= len(self.trial.calls):
             raise Mismatch("it calls attention more often with some of its rows")
-        whole = self.trial.calls[number]
-        if options != whole.options:
-            told = ", ".join(f"{m} for {n}" for m, n in zip(options, whole.options) if m != n)
+        whole, out = self.trial.calls[number]
+        if call[4:] != whole[4:]:
+            told = ", ".join(f"{m} for {n}" for m, n in zip(call[4:], whole[4:]) if m != n)
             raise Mismatch(f"its scale or the like of attention {number} depends on the number of rows: {told}")
-        query, key, value, mask = map(_plain, (query, key, value, mask))
+        query, key, value, mask = map(_plain, call[:4])
         queries = _places(query, whole.query, -2, f"its query of attention {number}")
         keys = _places(key, whole.key, -2, f"its key of attention {number}")
         if not _equal(value, whole.value.index_select(-2, index(keys, value))):
             raise Mismatch(f"its value of attention {number} depends on other rows")
         self.at.append([(queries, whole.query.shape[-2]), (keys, whole.key.shape[-2])])
-        self.masks.append(_form(mask, whole.mask, queries, keys, f"its mask of attention {number}"))
-        return whole.out.index_select(-2, index(queries, whole.out)).as_subclass(_OfRows)
+        self.masks.append(_form(mask, whole.attn_mask, queries, keys, f"its mask of attention {number}"))
+        return out.index_select(-2, index(queries, out)).as_subclass(_OfRows)
 
     def _output(self, x: Any, y: Any, number: int) -> tuple[int, list[int], int] | None:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -419,15 +411,10 @@ def _form(mask: Tensor | None, whole: Tensor | None, queries: list[int], keys: l
     at_keys = whole.index_select(-1, index(keys, whole)) if whole.shape[-1] > max(keys, default=0) else whole
     if _equal(mask, at_keys):
         return MaskForm(False, True, one)
-    # of rows and keys that are both the rank's no rank has its rows of others' keys, unless some of them tell all
-    if (
-        not one
-        and _equal(mask, at_keys.index_select(-2, index(queries, whole)))
-        and not (whole == whole[..., :1, :1]).all()
-    ):
-        if (whole == whole[..., :1, :]).all():
-            return MaskForm(True, True, True)
-        flags = whole.diagonal(dim1=-2, dim2=-1)
-        if queries == keys and mask.dtype == torch.bool and (whole == flags[..., None] & flags[..., None, :]).all():
-            return MaskForm(True, True, False)
+    # of rows and keys that are both the rank's no rank has its rows of others' keys, unless flags of rows tell all
+    if not one and queries == keys and mask.dtype == torch.bool and whole.any() and not whole.all():
+        own, flags = at_keys.index_select(-2, index(queries, whole)), whole.diagonal(dim1=-2, dim2=-1)
+        for one, rows in (True, torch.ones_like(flags)), (False, flags):
+            if _equal(mask, own) and (whole == rows[..., None] & flags[..., None, :]).all():
+                return MaskForm(True, True, one)
     raise Mismatch(f"{what}, {list(whole.shape)}, depends on other rows")

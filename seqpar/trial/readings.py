@@ -129,27 +129,33 @@ class BlockArguments:
         """Guesses of what has rows, by sizes, each once."""
         seen = set[BlockReading]()
         for streams in self.streams(outputs):
-            for order in itertools.permutations(streams):
-                for ordered in self._splits(list(order)):
-                    for reading in self._readings_of(ordered):
-                        if reading not in seen:
-                            seen.add(reading)
-                            yield reading
+            for given, order in self._orders(dict(streams)):
+                for reading in self._readings_of(given, order):
+                    if reading not in seen:
+                        seen.add(reading)
+                        yield reading
 
-    def _splits(self, streams: list[tuple[int, RowPlace]]) -> Iterator[list[tuple[int, RowPlace]]]:
-        """The streams; and one packed stream in two, where an integer argument says how many rows are of one kind."""
-        yield streams
-        if len(streams) > 1 or len(streams[0][1].segments) > 1:
+    def _orders(self, streams: dict[int, RowPlace]) -> Iterator[tuple[dict[int, RowPlace], tuple[RowSegments, ...]]]:
+        """The streams, with their segments in each order in which others may have the rows of several.
+
+        At last a packed stream in two, where an integer argument says how many rows are of one kind.
+        """
+        segments = [place.segments for place in streams.values()]
+        some = [x for x in dict.fromkeys(segments) for _ in range(min(segments.count(x), 2))]
+        for order in dict.fromkeys(itertools.permutations(some)):
+            yield streams, order
+        if len(streams) > 1 or len(segments[0]) > 1:
             return
-        number, (dim, (whole,)) = streams[0]
+        ((number, (dim, (whole,))),) = streams.items()
         for count in {x for x in self.given if type(x) is int and self.least <= x <= whole.count - self.least}:
             first, second = RowSegment(whole.count - count, True), RowSegment(count, True)
-            yield [(number, RowPlace(dim, (first, second)))]
-            yield [(number, RowPlace(dim, (second, first)))]
+            for both in ((first, second), (second, first)):
+                yield {number: RowPlace(dim, both)}, (both,)
 
-    def _readings_of(self, streams: list[tuple[int, RowPlace]]) -> Iterator[BlockReading]:
-        given = dict(streams)
-        sizes = {n: x for n, x in _sizes([place.segments for _, place in streams]).items() if is_cut(x)}
+    def _readings_of(
+        self, given: dict[int, RowPlace], order: tuple[RowSegments, ...]
+    ) -> Iterator[BlockReading]:  # fmt: skip
+        sizes = {n: x for n, x in _sizes(order).items() if is_cut(x)}
         options: dict[tuple[int, ...], list[int | None]] = {}
         for number, x in enumerate(self.given):
             if isinstance(x, Tensor) and number not in given:
@@ -177,7 +183,7 @@ def _subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
     return (some for n in range(1, min(len(values), 3) + 1) for some in itertools.combinations(values, n))
 
 
-def _sizes(streams: list[RowSegments]) -> dict[int, RowSegments]:
+def _sizes(streams: Sequence[RowSegments]) -> dict[int, RowSegments]:
     """Numbers of rows -> what may be meant: streams in their order, or segments of one."""
     found: dict[int, RowSegments] = {}
     for count in range(1, len(streams) + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
 import types
@@ -14,6 +15,7 @@ import pytest
 import torch
 from diffusers import hooks
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -116,18 +118,6 @@ def test_outputs_and_gradients_are_those_of_one_process(name: str, no_islands: N
             same(got, expected, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["flux", "ltx2", "helios"])
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("no_graphs")
-def test_a_compiled_model_needs_no_call_before(name: str) -> None:
-    model, inputs = made(name, torch.float32)
-    with torch.no_grad():
-        expected = loss_of(model, inputs)[0]
-        parallelize(model, LocalComm())
-        got = loss_of(torch.compile(model, backend="eager"), inputs)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(3)
 def test_they_are_in_float32_too(name: str) -> None:
@@ -188,7 +178,7 @@ def test_what_pipelines_ask_of_ltx_2(more: dict[str, Any], no_islands: None) -> 
 
 def test_a_plan_that_is_not_told_where_keys_are_is_refused_where_video_attends_to_audio() -> None:
     model, inputs = made("ltx2")
-    told = r"give a function of \(mask, layout, \*, kv_layout=\)"
+    told = "unexpected keyword argument 'kv_layout'"
     alone = parallelize(model, LocalComm(), plan=lambda mask, layout: Plan(mask, layout))
     with alone, pytest.raises(TypeError, match=told):
         model(**inputs)
@@ -206,9 +196,10 @@ def _fails_on_one(comm: Comm) -> Callable[..., Plan]:
 
 WRONG_PLANS: dict[str, tuple[Callable[[Comm], Any], type[Exception] | tuple[type[Exception], ...], str]] = {
     "another mask": (
-        lambda _: lambda mask, layout: Plan(Mask(mask.lengths), layout), ValueError, "expected the mask that it got"),
+        lambda _: lambda mask, layout: Plan(Mask(mask.lengths), layout), ValueError, "expected one of the mask"),
     "another layout": (
-        lambda comm: lambda mask, _: Plan(mask, Layout.striped(mask.tokens, comm.size)), ValueError, "another layout"),
+        lambda comm: lambda mask, _: Plan(mask, Layout.striped(mask.tokens, comm.size)), ValueError,
+        "expected one of the mask"),
     "none": (lambda _: lambda mask, layout: None, TypeError, "plan= gave None, expected a Plan of the mask"),
     "an error on one rank": (_fails_on_one, (KeyError, ValueError), "no plan"),
 }  # fmt: skip
@@ -233,7 +224,7 @@ def _elsewhere(mask: Mask, layout: Layout, kv_layout: Layout | None = None) -> P
 def test_a_plan_of_other_places_of_keys_is_refused() -> None:
     model, inputs = made("ltx2")
     for said in errors_on_copies(model, lambda own, comm: own(**inputs), plan=_elsewhere):
-        assert "of another layout" in said
+        assert "expected one of the mask and layout given" in said
 
 
 @pytest.mark.parametrize("where", ["model", "block"])
@@ -312,8 +303,51 @@ def test_a_model_of_stages_is_parallelized_as_its_spec_says() -> None:
     compared(run_threads(2, rank), want)
 
 
+@pytest.mark.parametrize(("name", "count", "width"), [("flux", 15, 36), ("wan", 30, 24)])
+def test_no_whole_hidden_state_outlives_the_cut(name: str, count: int, width: int) -> None:
+    """By storages: those that backward keeps, and those of all objects at a later block and after the forward."""
+    model, inputs = made(name)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def large(tensors: list[Any]) -> list[torch.Size]:
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = [(x.shape, x.untyped_storage()) for x in tensors if x.shape[-1:] == (width,)]
+        return [shape for shape, x in storages if x.nbytes() >= 2 * count * width * 8 and x.data_ptr() not in weights]
+
+    def rank(comm: Comm) -> list[torch.Size]:
+        own, found = copy.deepcopy(model), list[torch.Size]()
+        parallelize(own, comm)
+        own(**inputs)
+        weights.update(p.untyped_storage().data_ptr() for p in own.parameters())
+
+        def look(*_: Any) -> None:
+            comm.gather("test: all ranks are here", None)
+            found.extend(large([x for x in gc.get_objects() if issubclass(type(x), Tensor)]))
+            comm.gather("test: all ranks have looked", None)
+
+        later = own.single_transformer_blocks[0] if name == "flux" else own.blocks[1]
+        later.register_forward_pre_hook(look)
+        with saved_tensors_hooks(lambda x: found.extend(large([x])) or x, lambda x: x):
+            out = own(**inputs).sample
+        look()
+        assert out.requires_grad
+        return found
+
+    assert run_threads(2, rank) == [[], []]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("name", ["wan", "flux", "sd3"])
+@pytest.mark.sampled(4)
+def test_any_number_of_ranks_with_uneven_counts_and_less_text(name: str, ranks: int, no_islands: None) -> None:
+    """15 or 30 tokens, and from 6 ranks on text of 5 tokens is shorter than the ranks."""
+    model, inputs = made(name)
+    for got in run_threads(ranks, step, model, inputs):
+        same(got, one(model, inputs), 1e-10)
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
-def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int]) -> None:
+def test_an_image_may_be_smaller_than_the_ranks(grid: tuple[int, int], no_islands: None) -> None:
     torch.manual_seed(0)
     model, inputs = flux(grid=grid)
     model = model.double()
@@ -524,7 +558,7 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[nn.Module, dict[str, An
     "backend": ("attention backend flex of transformer_blocks.0.attn", NotImplementedError, set_backend, "flux"),
     "enable_parallelism": ("enable_parallelism", NotImplementedError, set_config, "flux"),
     "parts of tokens": (
-        "transformer_blocks.0 runs its feed-forward layer in parts along tokens", NotImplementedError,
+        "transformer_blocks.0 .* cannot be computed on a rank's rows", NotImplementedError,
         lambda model, inputs: model.enable_forward_chunking(chunk_size=5, dim=1), "sd3",  # type: ignore[operator]
     ),
     "ids": ("transformer_blocks.0 .*size of tensor", NotImplementedError, given(img_ids=ids(2, 7, 3)), "flux"),
@@ -671,8 +705,8 @@ def test_a_model_that_accelerate_unwraps_stays_parallel() -> None:
 
 
 DIFFER = {
-    "noise": "hidden_states differs between rank 0 and rank 1", "scalar": "return_dict differs between rank 0 and rank",
-    "missing": "guidance differs between rank 0 and rank 1", "weights": "weights differ between rank 0 and rank 1",
+    "noise": "ranks differ in argument hidden_states: ", "scalar": "ranks differ in argument return_dict: not given on",
+    "missing": "ranks differ in argument guidance: ", "weights": "weights differ between rank 0 and rank 1",
     "refused": "controlnet_block_samples",
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import seqpar
 from seqpar import LocalComm
 from seqpar.integrations.diffusers import parallelize
 from tests.integrations.diffusers_verdicts import Setting, verdict
@@ -306,3 +307,12 @@ def test_a_mask_made_of_given_labels_is_right_or_refused(ranks: int, alike: bool
 def test_names_of_no_list_are_refused_with_those_there_are(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         parallelize(Model(lambda self, h: h), LocalComm(), **options)
+
+
+def test_whole_alone_makes_any_module_parallel_by_its_blocks() -> None:
+    rule, given = GOOD["attention and a layer"]
+    model, _ = made(rule, given, None, 1)
+    model.adapter = nn.ModuleList([nn.Identity()])
+    seqpar.parallelize(model, LocalComm(), whole=("adapter",)).undo()
+    with pytest.raises(NotImplementedError, match="Model has no list of blocks .* whose tokens could be shared"):
+        seqpar.parallelize(model, LocalComm(), whole=("layers", "adapter"))

@@ -69,13 +69,11 @@ FSDP_STATE = lazily("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPStat
 FSDP_PARAM = lazily("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam")
 FLATTENED = lazily("torch.distributed.fsdp._common_utils", "FSDP_FLATTENED")
 SKIP_HOOK = lazily("diffusers.hooks.layer_skip", "TransformerBlockSkipHook")
-IN_PARTS = lazily("diffusers.models.attention", "BasicTransformerBlock")
 # library -> an object that has an attribute, for each that is read
 OBJECTS: dict[str, dict[str, Callable[[], Any]]] = {
     "accelerate": dict.fromkeys(("_old_forward", "_hf_hook"), lambda: hooked("accelerate")),
     "diffusers": {
         "_parallel_config": lazily("diffusers", "ModelMixin"),
-        **dict.fromkeys(("_chunk_size", "_chunk_dim"), lambda: IN_PARTS()(8, 1, 8)),
         "_metadata": lambda: written_by(SKIP_HOOK().initialize_hook),
         "_diffusers_hook": lambda: hooked("diffusers"),
     },

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from seqpar.comm.entry import uncompiled
 from seqpar.foreign import name_of
 from seqpar.foreign.hooks import Named
-from seqpar.integrations.diffusers.attend import KNOWN
 from seqpar.integrations.diffusers.forward import BlockCall, OtherValues, SharedForward, current
 from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole_shape
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
+from seqpar.ops.core.regions import known_regions
 from seqpar.private.torch import tree_flatten, tree_unflatten
 from seqpar.trial.blocks import Finding, find
 from seqpar.trial.identity import code_of, own_forward
@@ -29,16 +29,6 @@ NOT_SAID = nn.Module().__dict__.keys() - {"training"} | {"forward"}
 OF_MODULES = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 
 
-def lists_of(model: nn.Module, prefix: str = "", *, inside: bool = False) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost lists of modules with their names; those inside of them too if asked for."""
-    for name, child in model.named_children():
-        path, is_list = f"{prefix}{name}", isinstance(child, nn.ModuleList)
-        if is_list:
-            yield path, child
-        if inside or not is_list or any(isinstance(each, nn.ModuleList) for each in child.children()):
-            yield from lists_of(child, f"{path}.", inside=inside)
-
-
 def blocks_of(
     model: nn.Module, blocks: tuple[str, ...] | None, whole: tuple[str, ...]
 ) -> Iterator[tuple[str, nn.Module, bool]]:  # fmt: skip
@@ -46,7 +36,7 @@ def blocks_of(
 
     Raises: ValueError for names of no list.
     """
-    known = dict(lists_of(model, inside=True))
+    known = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     for option, names in (("blocks", blocks or ()), ("whole", whole)):
         there = f"the lists of modules are {', '.join(known) or 'none'}"
         if isinstance(names, str):
@@ -55,9 +45,10 @@ def blocks_of(
             raise ValueError(
                 f"parallelize({name_of(model)}, {option}=): no list is called {', '.join(unknown)}; {there}"
             )
-    shared = [name for name, _ in lists_of(model)] if blocks is None else list(blocks)
+    of_blocks = [name for name, some in known.items() if not any(isinstance(x, nn.ModuleList) for x in some)]
+    outermost = [name for name in of_blocks if not any(name.startswith(f"{other}.") for other in of_blocks)]
     seen = set[int]()
-    for path in dict.fromkeys([*whole, *shared]):
+    for path in [*whole, *(outermost if blocks is None else blocks)]:
         for name, block in known[path].named_children():
             if id(block) not in seen and not isinstance(block, nn.ModuleList):
                 seen.add(id(block))
@@ -94,7 +85,7 @@ def _attributes(owner: Any) -> list[Any]:
 def _said(x: Any, depth: int = 2) -> Any:
     """What a value says: numbers and strings, also inside of others, and the code of functions; else its type."""
     if type(x) in PLAIN or not depth:
-        return x if type(x) in PLAIN else type(x)
+        return x if type(x) in PLAIN else (_said(x), *_attributes(x))
     if isinstance(x, Mapping):
         return tuple([(k if type(k) is str else None, _said(v, depth - 1)) for k, v in x.items()])
     if isinstance(x, (tuple, list, set, frozenset)):
@@ -105,33 +96,28 @@ def _said(x: Any, depth: int = 2) -> Any:
 
 
 @uncompiled
-def run_whole(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block that every rank computes whole."""
-    flat, spec = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten([whole(x) for x in flat], spec)
-    return forward(*args, **kwargs)
-
-
-@uncompiled
-def run_block(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block on this rank's rows."""
+def run_block(
+    name: str, shared: bool, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:  # fmt: skip
+    """A block on this rank's rows. shared: or else whole, as on every rank."""
     run = current()
-    if run.block is not None:
+    if run.block is not None or run.tries:
         return forward(*args, **kwargs)
     flat, spec = tree_flatten((args, kwargs))
+    args = kwargs = None  # type: ignore[assignment]
     flat = run.rows_among(flat)
     run.run_again(None, [x.place if isinstance(x, RankRows) else None for x in flat])
-    findings = _findings(run, name, flat, spec)
-    args = kwargs = None  # type: ignore[assignment]
-    for finding in list(findings.values()):
-        with suppress(OtherValues):
-            return _ran(run, name, finding, forward, flat, spec)
-    finding = _found(run, name, module, forward, flat, spec)
-    findings[None if finding is None else finding.reads] = finding
-    try:
-        return _ran(run, name, finding, forward, flat, spec)
-    except OtherValues:
-        run.refuse(f"{name} of {name_of(run.model)} reads values of tensors that depend on its rows")
+    if not shared:
+        return _ran(run, name, None, forward, flat, spec)
+    known = run.sharing.findings(run.kinds[name], str(spec), *map(_fact, flat))
+    for tried in (False, True):
+        for finding in list(known.values()):
+            with suppress(OtherValues):
+                return _ran(run, name, finding, forward, flat, spec)
+        if not tried:
+            finding = _found(run, name, module, forward, flat, spec)
+            known[None if finding is None else finding.reads] = finding
+    run.refuse(f"{name} of {name_of(run.model)} reads values of tensors that depend on its rows")
 
 
 def _ran(
@@ -142,76 +128,61 @@ def _ran(
         args, kwargs = tree_unflatten([whole(x) for x in flat], spec)
         return forward(*args, **kwargs)
     run.cuts += torch.is_grad_enabled()
-    args, kwargs = tree_unflatten(_own(run, finding, flat), spec)
+    own = list(flat)
+    for n, (x, place) in enumerate(zip(flat, finding.places)):
+        if place is not None:
+            own[n] = local(x) if isinstance(x, RankRows) and x.place == place else cut(whole(x), place, run)
+    for n, segments in finding.counts:
+        own[n] = held(segments, run.comm.rank, run.comm.size)
+    args, kwargs = tree_unflatten(own, spec)
+    # a graph has no values that were read, and a checkpoint keeps the tensors of an uncompiled block
+    like = run.compiled_calls.get(name) or run.compiled_calls.get("")
+    if like is not None and not finding.reads and not known_regions():
+        forward, run.compiled = run.sharing.compiled(like, forward, SharedForward)
     run.block = call = BlockCall(name, finding)
     try:
         out = forward(*args, **kwargs)
         with errors_on_all_ranks("diffusers", run.comm):
-            call.check_over()
+            call.attended(None, run.comm.rank, run.comm.size)
     finally:
-        run.block = None
+        run.block, run.compiled = None, False
     outputs, spec = tree_flatten(out)
-    places = finding.outputs
-    return tree_unflatten([x if at is None else rows_of(x, at, run) for x, at in zip(outputs, places)], spec)
-
-
-def _own(run: SharedForward, finding: Finding, flat: list[Any]) -> list[Any]:
-    """A block's arguments on this rank."""
-    own = list(flat)
-    for number, place in enumerate(finding.places):
-        if place is not None:
-            x = flat[number]
-            own[number] = local(x) if isinstance(x, RankRows) and x.place == place else cut(whole(x), place, run)
-    for number, segments in finding.counts:
-        own[number] = held(segments, run.comm.rank, run.comm.size)
-    return own
-
-
-def _findings(run: SharedForward, name: str, flat: list[Any], spec: Any) -> dict[Any, Finding | None]:
-    """What trials of such a block with such arguments have found, by the values that it reads."""
-    known = run.sharing.findings
-    if (key := (run.kinds[name], str(spec), *map(_fact, flat))) not in known:
-        if len(known) >= KNOWN * 8:
-            del known[next(iter(known))]
-        known[key] = {}
-    return known[key]
+    rows = [x if place is None else rows_of(x, place, run) for x, place in zip(outputs, finding.outputs)]
+    return tree_unflatten(rows, spec)
 
 
 def _found(
     run: SharedForward, name: str, module: nn.Module, forward: Callable[..., Any], flat: list[Any], spec: Any
 ) -> Finding | None:  # fmt: skip
     """What a trial of the block finds. A collective."""
-    arguments = [_given(x) for x in flat]
 
     def outputs(leaves: list[Any]) -> list[Any]:
         args, kwargs = tree_unflatten(leaves, spec)
         return tree_flatten(forward(*args, **kwargs))[0]  # type: ignore[no-any-return]
 
-    what = f"diffusers: the trial of {name} of {name_of(run.model)}"
-    with gathering(what, run.comm) as found:
+    block = f"{name} ({type(module).__name__}) of {name_of(run.model)}"
+    with gathering(f"diffusers: the trial of {block}", run.comm) as found:
         run.tries = True
         try:
-            found.own = find(module, outputs, arguments, run.comm.size)
+            found.own = find(module, outputs, list(map(_given, flat)), run.comm.size)
         except NotImplementedError as error:
             raise NotImplementedError(
-                f"diffusers: {name} ({type(module).__name__}) of {name_of(run.model)} cannot be computed on a rank's "
-                f"rows: {error}; give whole=({name.rpartition('.')[0]!r},) to compute this list whole on every rank"
+                f"diffusers: {block} cannot be computed on a rank's rows: {error}; give "
+                f"whole=({name.rpartition('.')[0]!r},) to compute this list whole on every rank"
             ) from error
         finally:
             run.tries = False
     if any(other != found.own for other in found.every):
-        raise ValueError(f"{what} found other rows on some rank; give every rank the same model")
+        raise ValueError(f"diffusers: the trial of {block} found other rows on some rank; give all the same model")
     return found.own  # type: ignore[no-any-return]
-
-
-def _fact(x: Any) -> Any:
-    """What of an argument a finding depends on."""
-    if isinstance(x, RankRows):
-        return whole_shape(x), x.place
-    if isinstance(x, Tensor):
-        return x.shape, x.dtype
-    return x if type(x) in PLAIN else (_said(x), *_attributes(x))
 
 
 def _given(x: Any) -> Any:
     return GivenRows(whole_shape(x), x.place, x.dtype, x.device) if isinstance(x, RankRows) else x
+
+
+def _fact(x: Any) -> Any:
+    """What of an argument a finding depends on."""
+    if isinstance(x, Tensor):
+        return _given(x) if isinstance(x, RankRows) else (x.shape, x.dtype)
+    return x if type(x) in PLAIN else (_said(x), *_attributes(x))

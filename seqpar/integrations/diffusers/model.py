@@ -15,8 +15,7 @@ that no step of an optimizer wrote: different noise on different ranks would go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -28,9 +27,9 @@ from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.facts.value import integer
 from seqpar.foreign import name_of
 from seqpar.foreign.hooks import OF_BLOCKS, Named, check_hooks
-from seqpar.foreign.wrap import ParallelModel, check_makes_plans, is_surrounded, refuse_unready, replaced
+from seqpar.foreign.wrap import ParallelModel, check_makes_plans, is_surrounded, refuse_unready
 from seqpar.integrations.diffusers.attend import MakePlan, Sharing
-from seqpar.integrations.diffusers.blocks import blocks_of, kinds_of, run_block, run_whole
+from seqpar.integrations.diffusers.blocks import blocks_of, kinds_of, run_block
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.rows import whole as whole_of
 from seqpar.ops.attention.signature import Accuracy, Numerics
@@ -38,12 +37,9 @@ from seqpar.ops.core.agreement import gathering
 from seqpar.ops.core.compared import check_gradient, hashed, leaves
 from seqpar.ops.core.regions import known_regions
 from seqpar.plan import Plan
-from seqpar.private.diffusers import BACKENDS, backend_of, chunk_dim, chunk_size, parallel_config
+from seqpar.private.diffusers import BACKENDS, backend_of, parallel_config
 from seqpar.private.torch import tree_map_only, uncompiled_calls
 from seqpar.train.checks import StepChecks
-from seqpar.trial.randomness import active_dropout
-
-AVERAGE = "average_over"  # a fact of a forward
 
 
 def parallelize(
@@ -78,14 +74,13 @@ def parallelize(
             "if its arguments are rows of tokens and their positions, and only attention mixes rows, shard them "
             "yourself and call it inside `seqpar.sdpa`"
         )
-    _check_alone(list(model.named_modules()))
     refuse_unready(model)
     handle = ParallelModel(model, comm)
     handle.put_around(
         model, partial(_forward, Sharing(handle, comm, plan, numerics, average_over, [name for name, *_ in parts]))
     )
     for name, block, shared in parts:
-        handle.put_around(block, partial(run_block if shared else run_whole, name))
+        handle.put_around(block, partial(run_block, name, shared))
     return handle
 
 
@@ -94,13 +89,9 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
     """The model's forward: compare all ranks' inputs, run, gather the outputs."""
     named = list(model.named_modules())
     _compare(sharing, named, args, arguments)
-    with ExitStack() as stack:
-        for _, module in named:  # a compiler would trace what a rank does with messages
-            for name, plain in uncompiled_calls(module):
-                stack.enter_context(replaced(module, {name: plain}))
-        run = stack.enter_context(SharedForward(model, sharing, kinds_of(named, sharing.blocks)))
+    calls = [(path, module, *each) for path, module in named for each in uncompiled_calls(module)]
+    with SharedForward(model, sharing, kinds_of(named, sharing.blocks), calls) as run:
         out = forward(*args, **arguments)
-        sharing.attended |= run.attended  # a cache may skip all blocks of a later forward
         if not sharing.attended:
             run.refuse(
                 f"{name_of(model)} calls no F.scaled_dot_product_attention, so every rank would compute all of it"
@@ -141,36 +132,24 @@ def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: d
         checks = StepChecks(model, sharing.comm, average_over=sharing.average_over, within="the forward of parallelize")
         sharing.handle.on_undo(checks.close)
         sharing.checks[model] = checks
-    modes = {"grad enabled": torch.is_grad_enabled()}
-    gather = partial(checks.gather, "diffusers: forward", facts=modes)
-    with gathering("diffusers: forward", sharing.comm, gather) as facts:
-        _check_alone(named)
+    facts: dict[str, Any] = {"grad enabled": torch.is_grad_enabled(), "average_over": sharing.average_over}
+    what, gather = "diffusers: forward", partial(checks.gather, facts=facts)
+    with gathering(what, sharing.comm, partial(gather, what)):
         _check_modules(named, sharing.blocks)
-        given = {f"argument {n}": x for n, x in enumerate(args)} | arguments
-        facts.own = {name: _fingerprint(value) for name, value in leaves(given)}
-        facts.own[AVERAGE] = sharing.average_over
-    _same_on_all(facts.every)
+        given = {str(n): x for n, x in enumerate(args)} | arguments
+        facts |= {f"argument {name}": _fingerprint(value) for name, value in leaves(given)}
     if torch.is_grad_enabled():
         checks.wrapper()
         checks.check_average("diffusers")
 
 
-def _check_alone(named: Named) -> None:
-    """Raise NotImplementedError for a model under another wrapper of diffusers, or with hooks that see some rows."""
-    model = named[0][1]
-    if parallel_config(model, None) is not None:
+def _check_modules(named: Named, blocks: Collection[str]) -> None:
+    """Raise NotImplementedError for a model that would compute a rank's rows otherwise than all of them."""
+    if parallel_config(named[0][1], None) is not None:
         raise NotImplementedError(
-            f"diffusers: {name_of(model)} is under enable_parallelism, which splits its tokens too"
+            f"diffusers: {name_of(named[0][1])} is under enable_parallelism, which splits its tokens too"
         )
     check_hooks(named, OF_BLOCKS)
-
-
-def _check_modules(named: Named, blocks: Collection[str]) -> None:
-    """Raise NotImplementedError for a module that would compute a rank's rows otherwise than all of them."""
-    if drops := active_dropout(named):
-        raise NotImplementedError(
-            f"diffusers: {drops}, which would drop other values on each rank than in one process; set its p to 0"
-        )
     for name, module in named:
         if name in blocks and not is_surrounded(module):
             raise NotImplementedError(
@@ -184,32 +163,8 @@ def _check_modules(named: Named, blocks: Collection[str]) -> None:
                 f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
                 "set_attention_backend('native')"
             )
-        if chunk_size(module, None) is not None and chunk_dim(module, None):
-            raise NotImplementedError(
-                f"diffusers: {name} runs its feed-forward layer in parts along tokens, which are fewer on each "
-                "rank; call disable_forward_chunking(), or enable_forward_chunking(dim=0) for parts along samples"
-            )
 
 
 def _fingerprint(value: object) -> object:
     """Equal for equal values, almost never for others."""
-    return (tuple(value.shape), value.dtype, hashed(value)) if isinstance(value, Tensor) else repr(value)
-
-
-def _same_on_all(facts: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if ranks differ in what they have gathered."""
-    first = facts[0]
-    for rank, other in enumerate(facts):
-        for name in first | other:
-            one, another = first.get(name), other.get(name)
-            if one == another:
-                continue
-            if name == AVERAGE:
-                raise ValueError(
-                    f"diffusers: average_over is {one} on rank 0 and {another} on rank {rank}; give every rank the "
-                    "same one"
-                )
-            raise ValueError(
-                f"diffusers: {name} differs between rank 0 and rank {rank}: {one} and {another} (shape, dtype, "
-                "fingerprint); pass the same whole tensors on every rank, drawn with the same seed"
-            )
+    return (tuple(value.shape), value.dtype, hashed(value)) if isinstance(value, Tensor) else value

@@ -308,7 +308,7 @@ class Rerouting(TorchFunctionMode):
         self.calls += 1
         if self.models is not None:
             self.models.notice()
-        q, k, v = map(_dense, (q, k, v))
+        q, k, v = map(dense, (q, k, v))
         out = attention(
             q, k, v, plan, self.comm, scale=scale, dropout_p=dropout_p, dropout_seed=seed,
             accuracy=self.numerics.accuracy, deterministic=self.numerics.deterministic,
@@ -422,5 +422,6 @@ def _first_two(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, 
     return query, key
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
+    """x with its last dim dense in memory, as `seqpar.attention` takes it."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
