@@ -18,7 +18,7 @@ from seqpar.integrations.diffusers.forward import BlockCall, OtherValues, Shared
 from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole_shape
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import known_regions
-from seqpar.private.torch import tree_flatten, tree_unflatten
+from seqpar.private.torch import forward_hooks, forward_pre_hooks, parameters_of, tree_flatten, tree_unflatten
 from seqpar.trial.blocks import Finding, find
 from seqpar.trial.identity import code_of, own_forward
 from seqpar.trial.readings import GivenRows
@@ -26,7 +26,7 @@ from seqpar.trial.segments import held
 
 PLAIN = {bool, int, float, str, type(None)}
 NOT_SAID = nn.Module().__dict__.keys() - {"training"} | {"forward"}
-OF_MODULES = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
+OF_MODULES = parameters_of, forward_hooks, forward_pre_hooks
 
 
 def blocks_of(
@@ -68,9 +68,9 @@ def kinds_of(named: Named, blocks: Collection[str]) -> dict[str, int]:
         own += [path[len(within) :], type(module), code_of(type(module).forward), *_attributes(module)]
         if "forward" in attributes:
             own.append(own_forward(module))
-        for name in OF_MODULES:
-            if some := attributes[name]:
-                own += [name if x is None else code_of(x) for x in some.values() if x is None or callable(x)]
+        for each in OF_MODULES:
+            if some := each(module):
+                own += [k if x is None else code_of(x) for k, x in some.items() if x is None or callable(x)]
         if (processor := attributes.get("processor")) is not None:
             own += [type(processor), *_attributes(processor)]
     return {name: hash(tuple(each)) for name, each in facts.items()}
@@ -85,7 +85,7 @@ def _attributes(owner: Any) -> list[Any]:
 def _said(x: Any, depth: int = 2) -> Any:
     """What a value says: numbers and strings, also inside of others, and the code of functions; else its type."""
     if type(x) in PLAIN or not depth:
-        return x if type(x) in PLAIN else (_said(x), *_attributes(x))
+        return x if type(x) in PLAIN else type(x)
     if isinstance(x, Mapping):
         return tuple([(k if type(k) is str else None, _said(v, depth - 1)) for k, v in x.items()])
     if isinstance(x, (tuple, list, set, frozenset)):
