@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import PeerError
 from seqpar.foreign.wrap import places_of, replaced
+from seqpar.private.torch import TENSORS, parameters_of
 from seqpar.trial.compare import close
 from seqpar.trial.protect import eager, saved
 from seqpar.trial.randomness import draws
@@ -160,8 +161,8 @@ def _unhooked(block: nn.Module) -> Iterator[None]:
         for module in block.modules():
             *_, (owner, name) = places_of(module)
             if module is not block and owner is not module:
-                wide = {k: _wide(p) for k, p in module._parameters.items()}
-                stack.enter_context(replaced(module, {"forward": getattr(owner, name), "_parameters": wide}))
+                wide = {k: _wide(p) for k, p in parameters_of(module).items()}
+                stack.enter_context(replaced(module, {"forward": getattr(owner, name), TENSORS[0]: wide}))
         yield
 
 
