@@ -77,8 +77,9 @@ def recompute(block: nn.Module, *, save_attention: bool = False, offload: bool =
     its exchanges; only one backward is possible then. offload: keep an input on a CUDA device in pinned memory of the
     host. It is copied while the device computes, and back during the backward of the block after it.
 
-    Random numbers are drawn again, and results and gradients are the same. The block's ``forward`` is replaced, in
-    copies too; its hooks, as FSDP2's, run once a call. Call it before or after `seqpar.parallelize` and `fully_shard`.
+    Random numbers are drawn again, and results and gradients are the same. What a call writes, such as running means,
+    is written again, and backward needs the weights of forward. The block's ``forward`` is replaced, in copies too; its
+    hooks, as FSDP2's, run once a call. Call it before or after `seqpar.parallelize` and `fully_shard`.
 
     Raises: TypeError unless block is a module; ValueError for a block that is recomputed already, also by
     ``gradient_checkpointing_enable()``. From a call: TypeError without a tensor of floating point; ValueError with a
