@@ -94,6 +94,7 @@ def test_more_ranks_round_no_more(dtype: torch.dtype) -> None:
     ("change", "error", "message"),
     [
         (lambda out, lse: (out, lse[:2]), ValueError, r"lse \[T, H\]"),
+        (lambda out, lse: (out.to("meta"), lse), ValueError, "on one device, got .* on meta and .* on cpu"),
         (lambda out, lse: (out, lse.half()), TypeError, "float32 or float64"),
         (lambda out, lse: (out.long(), lse), TypeError, "floating tensor"),
         (lambda out, lse: (out.clone().requires_grad_(), lse), NotImplementedError, "no backward"),

@@ -84,9 +84,10 @@ def _check(out: object, lse: object) -> None:
     check_dense("merge_ranks", (out, lse))
     if lse.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"merge_ranks: lse must be float32 or float64, got {lse.dtype}; give that of attention")
-    if out.dim() != 3 or lse.shape != out.shape[:2]:
+    if out.dim() != 3 or lse.shape != out.shape[:2] or lse.device != out.device:
         raise ValueError(
-            f"merge_ranks: expected out [T, H, D_v] and lse [T, H], got {list(out.shape)} and {list(lse.shape)}"
+            f"merge_ranks: expected out [T, H, D_v] and lse [T, H] on one device, got {list(out.shape)} on "
+            f"{out.device} and {list(lse.shape)} on {lse.device}"
         )
     if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
         raise NotImplementedError("merge_ranks has no backward; call it under torch.no_grad()")
