@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.dispatch import no_cuda, triton_installed
-from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, StepFacts, Sums
+from seqpar.kernels.protocol import CallSpec, Grads, Kernel, Operands, Score, StepFacts, Sums
 from seqpar.kernels.triton.arguments import (
     TileLoads,
+    Topped,
     bounds_of,
     check_heads,
     check_rows,
@@ -108,6 +109,10 @@ class Triton(Kernel):
                     query_table(facts, config)
         return made
 
+    def keeps_top(self, score: Score) -> bool:
+        """Whether its scores are those of `Sums.top`."""
+        return score.scaled
+
     def forward(self, x: Operands, into: Sums) -> None:
         """Add the attention over one buffer of keys to the sums; see the protocol."""
         if not x.q.shape[0]:
@@ -116,13 +121,15 @@ class Triton(Kernel):
         prior = target if into.first else into.acc
         assert target is not None and prior is not None
         of_rows = x.q, x.k, x.v, prior, target
-        kinds = kinds_of(*of_rows, into.lse)
+        tops = () if into.top is None else (into.top,)
+        kinds = kinds_of(*of_rows, into.lse, *tops)
         key = "forward", self, into.first, into.out is None, kind_of_score(x.score), kinds
         ready: Prepared = x.facts.memo(key, lambda: self._prepare_forward(x, into, prior, target))
         q, k, v, before, after = map(per_row, of_rows, kinds)
+        also = after if into.top is None else Topped(*after, *per_head(into.top, kinds[6]))
         ready.launch(
             q, k, *ready.loads[0].of(x.k), v, *ready.loads[1].of(x.v),
-            ready.bounds, *ready.tables, before, after, *per_head(into.lse, kinds[-1]),
+            ready.bounds, *ready.tables, before, also, *per_head(into.lse, kinds[5]),
             with_slopes(ready.scalars, x.score.slopes), seed(x), *ready.counts,
         )  # fmt: skip
 
@@ -130,13 +137,15 @@ class Triton(Kernel):
         from seqpar.kernels.triton.forward import forward
 
         check_rows(x.q, x.k, x.v, prior, target)
-        check_heads(into.lse)
+        check_heads(into.lse, *([] if into.top is None else [into.top]))
         config = self._config("forward", x)
         tma = config.tma and describable(x.k, x.v)
         table, tiles = query_table(x.facts, config)
-        launch = self._launch(forward, tiles * x.q.shape[1], x, config, into.first, into.out is None, tma=tma)
+        launch = self._launch(
+            forward, tiles * x.q.shape[1], x, config, into.first, into.out is None, tma=tma, top=into.top is not None
+        )
         if self.variants and not interpreted():
-            launch.variants = forward_variants(x.q.dtype, target)
+            launch.variants = forward_variants(x.q.dtype, target, into.top)
         return Prepared(
             launch, (TileLoads(x.k, config.bn, tma), TileLoads(x.v, config.bn, tma)), bounds_of(x.facts), (table,),
             (tiles, x.q.shape[1] // x.k.shape[1], x.k.shape[0]), scalars(x),
@@ -223,11 +232,12 @@ class Triton(Kernel):
         return self.configure(Descriptor(direction, x.q.shape[2], x.v.shape[2], x.q.dtype.itemsize, device))
 
     def _launch(
-        self, kernel: Any, programs: int, x: Operands, config: LaunchConfig, *constants: bool, tma: bool
-    ) -> Launch:
+        self, kernel: Any, programs: int, x: Operands, config: LaunchConfig, *constants: bool, tma: bool,
+        top: bool = False,
+    ) -> Launch:  # fmt: skip
         """The launches of a kernel; its last constant is the shape."""
         upcast = x.q.dtype == torch.bfloat16 and interpreted()
-        shape = launch_shape(x, config, tma=tma, upcast=upcast, precision=self.precision)
+        shape = launch_shape(x, config, tma=tma, top=top, upcast=upcast, precision=self.precision)
         options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         return Launch(kernel, programs, (*constants, shape), options)
 

@@ -23,6 +23,16 @@ class PerRow(NamedTuple):
     head: int
 
 
+class Topped(NamedTuple):
+    """A `PerRow`, and the largest scores [heads, rows] with their stride of heads; separate, as `EndingBounds` is."""
+
+    data: Tensor
+    row: int
+    head: int
+    top: Tensor
+    top_head: int
+
+
 class Bounds(NamedTuple):
     """Positions and bounds of query rows, and positions of key rows."""
 
@@ -74,6 +84,7 @@ class LaunchShape(NamedTuple):
     SOFTCAP: bool
     ALIBI: bool
     DROPOUT: bool
+    TOP: bool  # the largest scores are kept, in a target that is `Topped`
     UPCAST: bool  # of bf16 operands in Triton's interpreter, whose bf16 products are wrong
     PRECISION: str  # of float32 products
 
@@ -207,11 +218,13 @@ def _signed(word: int, bits: int) -> int:
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
-def launch_shape(x: Operands, config: LaunchConfig, *, tma: bool, upcast: bool, precision: str) -> LaunchShape:
+def launch_shape(
+    x: Operands, config: LaunchConfig, *, tma: bool, top: bool, upcast: bool, precision: str
+) -> LaunchShape:
     """The compile-time facts of a call's kernels."""
     (d1, d2), (v1, v2) = (pieces(y.shape[2], y.itemsize) for y in (x.q, x.v))
     score = x.score
     return LaunchShape(
         x.q.shape[2], d1, d2, x.v.shape[2], v1, v2, config.bm, config.bn, tma, x.facts.until is not None,
-        score.softcap != 0.0, score.slopes is not None, score.dropout_p != 0.0, upcast, precision,
+        score.softcap != 0.0, score.slopes is not None, score.dropout_p != 0.0, top, upcast, precision,
     )  # fmt: skip

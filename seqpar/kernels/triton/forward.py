@@ -41,7 +41,7 @@ def forward(
     """Add the attention of a query tile over a buffer of keys to earlier sums.
 
     prior: the sums over earlier keys, not read if FIRST. target: receives the new sums in its own dtype; prior itself
-    if IN_PLACE. table: see `seqpar.kernels.triton.tables.query_table`.
+    if IN_PLACE. With S.TOP it has the largest scores too. table: see `seqpar.kernels.triton.tables.query_table`.
     """
     p_table, i_h, i_kv = head_tile(table, tiles, group)
     row, stop, begin = tl.load(p_table), tl.load(p_table + 1), tl.load(p_table + 2)
@@ -87,6 +87,14 @@ def forward(
         )  # fmt: skip
         if S.UNTIL:
             p_stretch, stretch_end, shift = along_stretches(visit + 1, p_stretch, stretch_end, shift)
+
+    if S.TOP:
+        # a sum that is NaN without an infinite score has a score that is NaN
+        b_high = tl.where((b_sum != b_sum) & (b_max < float("inf")), b_sum, b_max * LN2)
+        p_high = target.top + i_h.to(tl.int64) * target.top_head + row + o_m
+        b_before = tl.load(p_high, mask=m_m, other=0.0)
+        tl.debug_barrier()  # as for lse below
+        tl.store(p_high, tl.maximum(b_before, b_high, propagate_nan=tl.PropagateNan.ALL), mask=m_m)
 
     m_seen = b_sum != 0.0
     b_part = 1.0 / tl.where(m_seen, b_sum, 1.0)

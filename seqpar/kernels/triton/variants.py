@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.protocol import Grads, Operands
-from seqpar.kernels.triton.arguments import LaunchShape, PerRow, TileLoads
+from seqpar.kernels.triton.arguments import LaunchShape, PerRow, TileLoads, Topped
 
 
-def forward_variants(dtype: torch.dtype, target: Tensor) -> Iterator[dict[str, Any]]:
+def forward_variants(dtype: torch.dtype, target: Tensor, top: Tensor | None) -> Iterator[dict[str, Any]]:
     """First, later, last and only steps.
 
-    dtype: of the inputs; sums of 16-bit inputs are in float32.
+    dtype: of the inputs; sums of 16-bit inputs are in float32. top: of the launch.
     """
     for first, in_place in product((True, False), (True, False) if dtype != torch.float32 else (True,)):
         to = torch.float32 if in_place else dtype
         before = to if first else torch.float32
         prior, written = (PerRow(target.new_empty(0, dtype=kind), *target.stride()[:2]) for kind in (before, to))
-        yield {"FIRST": first, "IN_PLACE": in_place, "prior": prior, "target": written}
+        also = written if top is None else Topped(*written, top, top.stride(0))
+        yield {"FIRST": first, "IN_PLACE": in_place, "prior": prior, "target": also}
 
 
 def dkdv_variants(x: Operands, grads: Grads, shape: LaunchShape, rows: int, *, able: bool) -> Iterator[dict[str, Any]]:
