@@ -27,7 +27,7 @@ NEWER: dict[tuple[str, tuple[int, int]], dict[str, str]] = {("peft", (0, 21)): {
     "plan/test_plot.py::test_a_mask_of_bands_and_documents_of_several_widths": "its layout collapses",
 }, ("torch", (2, 13)): {
     "train/test_activations.py::test_tiles_of_a_recomputed_layer_take_little_memory_and_time": "tiles are repeated",
-    "integrations/test_diffusers_wrapped.py::test_blocks_are_compiled_between_attentions": "more graphs, the same results",
+    "integrations/test_diffusers_wrapped.py::test_blocks_are_compiled_between_attentions": "more graphs",
 }, ("transformers", (5, 24)): {
     f"{HF}test_vision.py::test_every_family_spread_and_form[mistral_large4": "Mistral Large 4",
     f"{HF}test_absent.py::test_what_is_absent_means_what_it_means_on_one_process[mistral_large4": "Mistral Large 4",

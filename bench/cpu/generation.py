@@ -42,6 +42,7 @@ from bench.lib import records
 from seqpar import Comm, Layout, Mask, Plan
 from seqpar.facts.past import Past
 from seqpar.integrations.hf.cache import CacheStep, ShardedCache
+from seqpar.integrations.hf.recurrent.states import MixerStates
 from seqpar.ops.attention.merging import part_of
 from seqpar.testing import run_processes
 
@@ -102,7 +103,9 @@ def fill(cache: ShardedCache, tokens: int) -> None:
     after = before.after([tokens], layout := Layout.contiguous(tokens, comm.size))
     own = layout.positions(comm.rank)
     rows = np.arange(own.size)
-    cache.begin(CacheStep.of(after, before, comm.rank, own, rows, np.array([tokens]), None, torch.device("cpu")))
+    states = MixerStates(cache.states, np.ones((1, tokens), bool), None, cache.alone)
+    facts = comm.rank, own, rows, np.array([tokens]), None, torch.device("cpu")
+    cache.begin(CacheStep.of(after, states, before, *facts))
     keys = torch.randn(1, KV_HEADS, own.size, DIM)
     for layer in range(LAYERS):
         cache.update(keys, keys, layer)

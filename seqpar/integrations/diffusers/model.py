@@ -74,6 +74,7 @@ def parallelize(
             "if its arguments are rows of tokens and their positions, and only attention mixes rows, shard them "
             "yourself and call it inside `seqpar.sdpa`"
         )
+    check_hooks(list(model.named_modules()), OF_BLOCKS)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
     handle.put_around(
