@@ -45,6 +45,10 @@ READS = {
 }  # fmt: skip
 
 
+class Draws(NotImplementedError):
+    """A block draws random numbers, which ranks that compute it whole would not share either."""
+
+
 class AttentionCall(NamedTuple):
     """A call of `F.scaled_dot_product_attention`, with its signature."""
 
@@ -139,7 +143,7 @@ class _Intercepting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if draws(func, args, kwargs):
-            raise NotImplementedError(f"it draws random numbers, by {func.__name__}")
+            raise Draws(f"it draws random numbers, by {func.__name__}")
         if func is F.scaled_dot_product_attention:
             self.calls += 1
             return self.attend(self.calls - 1, AttentionCall(*args, **kwargs))

@@ -72,6 +72,21 @@ def test_a_cache_is_disabled(when: str) -> None:
     assert run_threads(2, rank) == [True, True]
 
 
+def test_dropout_is_set_to_0() -> None:
+    """Computing the list whole would not help."""
+
+    def rank(comm: Comm) -> bool:
+        model = copy.deepcopy(MODEL).train()
+        model.transformer_blocks[0].ff.net[1].p = 0.5
+        seqpar.parallelize(model, comm)
+        with advised(NotImplementedError, "set the p of its dropout to 0"):
+            is_right(model)
+        model.transformer_blocks[0].ff.net[1].p = 0.0
+        return is_right(model)
+
+    assert run_threads(2, rank) == [True, True]
+
+
 @pytest.mark.parametrize("way", ["its own", "in force"])
 def test_attention_is_that_of_pytorch(way: str) -> None:
     def mistake(comm: Comm, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import known_regions
 from seqpar.private.torch import forward_hooks, forward_pre_hooks, parameters_of, tree_flatten, tree_unflatten
-from seqpar.trial.blocks import Finding, find
+from seqpar.trial.blocks import Draws, Finding, find
 from seqpar.trial.identity import code_of, own_forward
 from seqpar.trial.readings import GivenRows
 from seqpar.trial.segments import held
@@ -166,9 +166,11 @@ def _found(
         try:
             found.own = find(module, outputs, list(map(_given, flat)), run.comm.size)
         except NotImplementedError as error:
+            way = f"give whole=({name.rpartition('.')[0]!r},) to compute this list whole on every rank"
+            if isinstance(error, Draws):
+                way = "set the p of its dropout to 0, or draw its numbers before the forward"
             raise NotImplementedError(
-                f"diffusers: {block} cannot be computed on a rank's rows: {error}; give "
-                f"whole=({name.rpartition('.')[0]!r},) to compute this list whole on every rank"
+                f"diffusers: {block} cannot be computed on a rank's rows: {error}; {way}"
             ) from error
         finally:
             run.tries = False

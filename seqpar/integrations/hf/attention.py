@@ -38,6 +38,7 @@ from seqpar.trial.record import under_trial
 KEY = "seqpar"
 DEFAULT = Numerics()
 CHOSEN = "indices"  # the keyword of layers that choose their keys
+FETCHED = "_seqpar_fetched"  # an attribute of their masks, which `seqpar.integrations.hf.indexed` makes
 NUMERICS = "_seqpar_numerics"  # an attribute of the modules of a parallel model whose numerics are not the default
 
 
@@ -167,7 +168,7 @@ def attention_function(
                 how["made"] = partial(weights, found[1], key, value)
             return state.attend(module, query, attention_mask, **how), None
     indices: Tensor | None = None
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype is torch.bool:
+    if getattr(attention_mask, FETCHED, False):
         indices = rest.pop(CHOSEN, None)
     if indices is None:
         attention_mask = handle_of(module, attention_mask)

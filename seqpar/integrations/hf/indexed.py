@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from seqpar.comm.entry import uncompiled
 from seqpar.foreign.wrap import replaced
-from seqpar.integrations.hf.attention import handle_of
+from seqpar.integrations.hf.attention import FETCHED, handle_of
 from seqpar.integrations.hf.latents import EXPAND, INDEXER
 from seqpar.ops import fetch_all
 from seqpar.ops.attention.source import plan_and_comm
@@ -92,6 +92,7 @@ def attend(
         blind = ~seen.any(-1, keepdim=True)  # pads, which see all rows so that their softmax has no NaN
         seen = seen | blind if seen.shape[1] else blind
         storage._seqpar_seen = seen[None, None].to(hidden_states.device)
+        setattr(storage._seqpar_seen, FETCHED, True)
     named |= {"cache": FetchingCache(handle), "attention_mask": storage._seqpar_seen}
     return forward(hidden_states, *given, **named)
 

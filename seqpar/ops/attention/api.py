@@ -90,8 +90,8 @@ def attention(
     return_lse. Both are differentiable. Rows that see no key, and pad rows, have zero output and gradients. The
     gradient of ``sinks`` is this rank's share: sum it over ranks. max_logit [H], with return_max_logit: of each head
     the largest ``scale * q·k`` that any query of any rank sees, before softcap and ALiBi, in the accumulation dtype,
-    the same on every rank; -inf if nothing is seen. It has no gradient. It costs a second pass of
-    scores in PyTorch with softcap or ALiBi, and where the kernel does not keep it.
+    the same on every rank; -inf if nothing is seen. It has no gradient. With softcap or ALiBi, and where the kernel
+    does not keep it, it costs a second pass of scores in PyTorch.
 
     Raises: ValueError for arguments that contradict the plan or each other, or differ between ranks; on every rank,
     before any byte of the call moves. Ranks compare a call when they first make one of its kind, or always with

@@ -100,13 +100,13 @@ class CollectiveOp:
     """A collective of a list of tensors or Nones.
 
     run(tensors, values, *options, grads) returns its results (None for one that is not asked for, which is empty in
-    graphs), the tensors to save, and its record. values: the op's
-    other arguments, ending with a comm; or, as the backward of another call, that call's record. grads: which of the
-    tensors require a gradient, the op's last argument. adjoint(tensors, options, needed), for a linear collective,
-    returns the op of its backward for the tensors numbered `needed`, and its options without grads. back(record, saved,
-    grads, needs), for any other, returns the gradients of the first tensors; the rest have none. reads_results: whether
-    that needs the results of forward, which graphs then save. checks: whether a call refuses transforms, and leaves
-    tensors that are not dense to `run`; False where the verb has checked both. verb: whether it moves rows.
+    graphs), the tensors to save, and its record. values: the op's other arguments, ending with a comm; or, as the
+    backward of another call, that call's record. grads: which of the tensors require a gradient, the op's last
+    argument. adjoint(tensors, options, needed), for a linear collective, returns the op of its backward for the tensors
+    numbered `needed`, and its options without grads. back(record, saved, grads, needs), for any other, returns the
+    gradients of the first tensors; the rest have none. reads_results: whether that needs the results of forward, which
+    graphs then save. checks: whether a call refuses transforms, and leaves tensors that are not dense to `run`; False
+    where the verb has checked both. verb: whether it moves rows.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import seqpar
-from seqpar import Comm, LocalComm, Plan
+from seqpar import Comm, Layout, LocalComm, Mask, Plan
 from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.planning import ModelPlanner, shape_of, shape_of_chosen
 from seqpar.testing import run_threads
@@ -124,3 +124,18 @@ def test_layers_that_share_what_is_chosen_are_found() -> None:
     model = build("mistral_large4")
     assert len(indexed.layers(model)) == 4
     assert [layer.indexer is None for layer in indexed.layers(model)] == [False, True, False, False]
+
+
+def test_a_mask_of_ones_own_is_refused() -> None:
+    """Under registered attention it would let a rank see its own keys alone."""
+
+    def rank(comm: Comm) -> None:
+        model = copy.deepcopy(whole)
+        model.set_attn_implementation("seqpar")
+        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+        with seqpar.parallel(Plan(Mask([24]), Layout.zigzag([24], 2)), comm):
+            model(input_ids=torch.arange(12)[None], attention_mask=mask, use_cache=False)
+
+    whole = build()
+    with pytest.raises(NotImplementedError, match=r"attention_mask=\[1, 1, 12, 12\], which is not seqpar's"):
+        run_threads(2, rank)
