@@ -45,8 +45,8 @@ READS = {
 }  # fmt: skip
 
 
-class Draws(NotImplementedError):
-    """A block draws random numbers, which ranks that compute it whole would not share either."""
+class Draws(BaseException):
+    """A block draws random numbers, which ranks would not share if they computed it whole. No model catches it."""
 
 
 class AttentionCall(NamedTuple):
@@ -113,7 +113,7 @@ def find(
 
     run: the block's outputs, of its arguments, both flat. arguments: tensors, `GivenRows`, and others.
 
-    Raises: NotImplementedError with the reason if the rows follow in no reading.
+    Raises: NotImplementedError with the reason if the rows follow in no reading; Draws.
     """
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = next((x.device for x in arguments if isinstance(x, (Tensor, GivenRows))), None)

@@ -165,7 +165,7 @@ def _found(
         run.tries = True
         try:
             found.own = find(module, outputs, list(map(_given, flat)), run.comm.size)
-        except NotImplementedError as error:
+        except (NotImplementedError, Draws) as error:
             way = f"give whole=({name.rpartition('.')[0]!r},) to compute this list whole on every rank"
             if isinstance(error, Draws):
                 way = "set the p of its dropout to 0, or draw its numbers before the forward"
