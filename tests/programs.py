@@ -162,18 +162,18 @@ class Program:
 
 
 def import_libraries() -> None:
-    """Import what is installed of `LIBRARIES`, which no garbage collection then looks through, nor any of a fork."""
-    gc.disable()
+    """Import what is installed of `LIBRARIES`."""
     for name in LIBRARIES:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
-    gc.enable()
-    gc.freeze()
 
 
 def serve() -> str | None:
     """In a fork, the script that it is to run; None when nobody asks any more."""
+    gc.disable()
     import_libraries()
+    gc.enable()
+    gc.freeze()  # no garbage collection looks through the libraries, nor any of a fork
     assert threading.active_count() == 1, "a fork has no other thread"
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
