@@ -25,15 +25,12 @@ class Blockwise(Kernel):
     name = "blockwise"
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"blockwise has no {spec.dtype}"
 
     def keeps_top(self, score: Score) -> bool:
-        """Whether its scores are those of `Sums.top`."""
         return score.scaled
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the keys of one buffer; see the protocol."""
         walk, acc, lse, out = _Walk(x), into.acc, into.lse, into.out
         for i in range(walk.tiles):
             rows = walk.rows(i)
@@ -55,7 +52,6 @@ class Blockwise(Kernel):
                 out[rows] = acc[rows]  # type: ignore[index]
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients of one buffer's keys; see the protocol."""
         walk = _Walk(x)
         # A row that sees no key at all has lse -inf; with +inf its probabilities are zero, not NaN.
         lse = grads.lse.masked_fill(grads.lse == -torch.inf, torch.inf)

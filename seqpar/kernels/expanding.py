@@ -49,7 +49,6 @@ class Expanding(Kernel):
         return self.inner.name
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the inner kernel refuses a call of the expanded heads and dims, or None."""
         return self.inner.refuses(spec)
 
     def keeps_top(self, score: Score) -> bool:
@@ -57,7 +56,6 @@ class Expanding(Kernel):
         return True
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the keys of one buffer; see the protocol."""
         acc, out = into.acc, into.out
         for heads in self._blocks(x, x.q.dtype):
             top = None if into.top is None else into.top[heads]
@@ -65,7 +63,6 @@ class Expanding(Kernel):
             attend(self.inner, self._expanded(x, heads), sums)
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients of one buffer's latents and rotated parts, and those of the weights."""
         for heads in self._blocks(x, grads.dk.dtype):
             expanded = self._expanded(x, heads)
             dk, dv = (

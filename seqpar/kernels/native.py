@@ -31,11 +31,9 @@ class Native(Kernel):
         self._isa = isa
 
     def missing(self) -> str | None:
-        """Why the compiled extension cannot be used, or None."""
         return native.missing()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         if spec.device != "cpu":
             return f"native runs on the CPU, q is on {spec.device}"
         if spec.dtype not in DTYPES:
@@ -45,11 +43,9 @@ class Native(Kernel):
         return native.lacks("attention_has_until") if spec.until else native.missing()
 
     def keeps_top(self, score: Score) -> bool:
-        """Whether its scores are those of `Sums.top`."""
         return score.scaled and native.lacks("attention_forward_top") is None
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the keys of one buffer; see the protocol."""
         given = *self._call(x), into.acc, into.lse, into.out, into.first, self.isa
         if into.top is None:
             native.ops().attention_forward(*given)
@@ -57,7 +53,6 @@ class Native(Kernel):
             native.ops().attention_forward_top(*given, into.top)
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients of one buffer's keys; see the protocol."""
         dout, lse, delta = (_dense(y) for y in (grads.dout, grads.lse, grads.delta))
         native.ops().attention_backward(*self._call(x), dout, lse, delta, grads.dq, grads.dk, grads.dv, self.isa)
 

@@ -16,15 +16,12 @@ class Reference(Kernel):
     name = "reference"
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         return None if spec.dtype in DTYPES else f"reference has no {spec.dtype}"
 
     def keeps_top(self, score: Score) -> bool:
-        """Always."""
         return True
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the keys of one buffer; see the protocol."""
         s, _, seen = _scores(x)
         if into.top is not None and x.k.shape[0]:
             torch.maximum(into.top, _products(x).masked_fill_(~seen, -torch.inf).amax(-1), out=into.top)
@@ -42,7 +39,6 @@ class Reference(Kernel):
         (into.acc if into.out is None else into.out).copy_(total)  # type: ignore[union-attr]
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients of one buffer's keys; see the protocol."""
         s, slope, seen = _scores(x)
         lse = grads.lse.masked_fill(grads.lse == -torch.inf, torch.inf)
         p = torch.exp(s - lse[..., None]).masked_fill(~seen, 0.0)

@@ -141,11 +141,9 @@ class Chunked(Recomputed):
     casts = True
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Tables:
-        """The chunks of all runs and of exported ones."""
         return Tables.of(counts, exported, device)
 
     def prepare(self, x: Recurrence, tables: Tables) -> tuple[ChunkProducts, Tables]:
-        """The products inside chunks."""
         heads, rows = x.v.shape[1], tables.rows
 
         def cut(y: Tensor) -> Tensor:
@@ -186,7 +184,7 @@ class Chunked(Recomputed):
         return ChunkProducts(inside, q, leaving, u, w, total), tables
 
     def leave(self, prepared: tuple[ChunkProducts, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`; matrices are walked as further columns of the state, from the identity."""
+        """Matrices are walked as further columns of the state, from the identity."""
         x, chunks = prepared[0], prepared[1].exported
         if chunks.numbers is not None:
             x = x._replace(**{name: y[chunks.numbers] for name, y in x._asdict().items() if y is not None})
@@ -200,7 +198,6 @@ class Chunked(Recomputed):
         return left[..., :-dim], left[..., -dim:]
 
     def compute(self, prepared: tuple[ChunkProducts, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, tables = prepared
         walk = _walk(x, tables.chunks, entering)
         u = x.u if walk.u is None else walk.u

@@ -70,11 +70,9 @@ class FlashLinear(Recomputed):
         self._faults: dict[RecurrentSpec, str | None] = {}
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         return outdated("flash-linear-attention", (0, 5)) or (no_cuda() if self.device == "cuda" else None)
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
-        """Why the call is refused, or None. The first call of a kind in a process is tried on two short runs."""
         if spec.device != self.device:
             return f"fla runs on {self.device}, v is on {spec.device}"
         missing = self.missing()
@@ -90,19 +88,16 @@ class FlashLinear(Recomputed):
         return None if wrong is None else f"{name} of the installed flash-linear-attention is not usable: {wrong}"
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> FlaTables:
-        """The edges of runs on the device."""
         edge, own = edges(counts), counts[exported]
         rows = np.repeat(edge[exported] - edges(own)[:-1], own) + np.arange(int(own.sum()))
         return FlaTables(*(x.long() for x in upload([edge, edges(own), rows, own], device)))
 
     def prepare(self, x: Recurrence, tables: FlaTables) -> tuple[Recurrence, FlaTables]:
-        """q and k for each head."""
         repeats = x.v.shape[1] // x.k.shape[1]
         q, k = (y if repeats == 1 else y.repeat_interleave(repeats, 1) for y in (x.q, x.k))
         return x._replace(q=q, k=k), tables
 
     def leave(self, prepared: tuple[Recurrence, FlaTables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, tables = prepared
         runs, heads, dim, values = entering.shape
         k, v, decay, beta = (None if y is None else y.index_select(0, tables.rows) for y in x[1:5])
@@ -122,7 +117,6 @@ class FlashLinear(Recomputed):
         return left, sums.to(decay.dtype)
 
     def compute(self, prepared: tuple[Recurrence, FlaTables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, tables = prepared
         return _call(x, entering, tables.every)
 

@@ -20,7 +20,7 @@ from seqpar import native
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.native import ISAS
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec
 
 CHUNK = 64  # SP_CHUNK of csrc/recurrent/recurrent.h
 
@@ -59,7 +59,7 @@ class NativeTables:
     owners: Tensor
 
 
-class NativeChunks:
+class NativeChunks(RecurrentKernel):
     """See `seqpar.kernels.recurrent.protocol.RecurrentKernel`. isa: as of attention's native kernel."""
 
     casts = True
@@ -70,13 +70,11 @@ class NativeChunks:
         self._isa = isa
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
-        """Why calls of this kind are refused, or None."""
         if spec.device != "cpu":
             return f"native runs on the CPU, v is on {spec.device}"
         return native.lacks("recurrence_backward")
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> NativeTables:
-        """All runs and exported ones."""
         edge = edges(counts)
         begin, end = edge[:-1][exported], edge[1:][exported]
         rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(*x) for x in zip(begin, end, strict=True))])
@@ -86,13 +84,12 @@ class NativeChunks:
         return NativeTables(every, NativeRuns.of(begin, end), *numbers)
 
     def prepare(self, x: Recurrence, tables: NativeTables) -> tuple[Recurrence, NativeTables]:
-        """Rows, each of them dense."""
         q, k, v = map(_dense_rows, x[:3])
         decay, beta = (None if y is None else _dense_rows(y) for y in x[3:5])
         return Recurrence(q, k, v, decay, beta, x.scale, x.rates), tables
 
     def leave(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`; matrices are walked as further columns of the state, from the identity."""
+        """Matrices are walked as further columns of the state, from the identity."""
         x, tables = prepared
         runs, heads, dim = entering.shape[:3]
         if x.beta is not None:
@@ -108,14 +105,13 @@ class NativeChunks:
         return left, sums.index_add(0, tables.owners, x.decay[tables.rows].double()).to(x.decay.dtype)
 
     def compute(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, tables = prepared
         return self._states(x, tables.every, entering, reads=True)
 
     def keep(
         self, prepared: tuple[Recurrence, NativeTables], entering: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """See `RecurrentKernel`; the states that enter chunks, or none of them if there are many for few rows."""
+        """The states that enter chunks, or none of them if there are many for few rows."""
         x, tables = prepared
         if not tables.every.full:
             return *self.compute(prepared, entering), [entering[:0]]
@@ -125,7 +121,6 @@ class NativeChunks:
     def replay(
         self, prepared: tuple[Recurrence, NativeTables], entering: Tensor, kept: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`; the states that enter chunks are computed again if they were not kept."""
         x, tables = prepared
         if kept and len(kept[0]):
             (entered,) = kept

@@ -23,7 +23,7 @@ delta rule), Kimi Team 2025 (one factor for each row).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -99,20 +99,16 @@ class RecurrentKernel(Protocol):
         """Results of `compute` for their gradients alone: they may hold any values. kept: may be empty."""
 
 
-class Recomputed:
-    """The last two parts of a `RecurrentKernel` whose backward computes everything again."""
+class Recomputed(RecurrentKernel):
+    """A kernel that computes all calls, and whose backward computes everything again."""
 
     keeps = 0
-    compute: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
-        """See `RecurrentKernel`. None: it computes all calls."""
         return None
 
     def keep(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """See `RecurrentKernel`."""
         return *self.compute(prepared, entering), ()
 
     def replay(self, prepared: Any, entering: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         return self.compute(prepared, entering)

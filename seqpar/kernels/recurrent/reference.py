@@ -23,13 +23,11 @@ class TokenByToken(Recomputed):
         return edges(counts).tolist(), exported.tolist()
 
     def prepare(self, x: Recurrence, tables: Any) -> tuple[Recurrence, Any]:
-        """The rows, with q and k for each head."""
         heads, groups = x.v.shape[1], x.k.shape[1]
         q, k = (y.repeat_interleave(heads // groups, 1) for y in (x.q, x.k))
         return x._replace(q=q, k=k), tables
 
     def leave(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, (edge, exported) = prepared
         heads, dim = x.k.shape[1:]
         states, maps = [], []
@@ -52,7 +50,6 @@ class TokenByToken(Recomputed):
         return torch.stack(states), torch.stack(maps)
 
     def compute(self, prepared: Any, entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, (edge, _) = prepared
         out, left = [x.v[:0]], [entering[:0]]
         for run, (start, stop) in enumerate(zip(edge, edge[1:])):

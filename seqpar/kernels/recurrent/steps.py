@@ -51,17 +51,14 @@ class Steps(Recomputed):
     casts = True
 
     def refuses(self, spec: RecurrentSpec) -> str | None:
-        """Why calls of this kind are refused, or None."""
         if spec.values != 1 or spec.beta or spec.decay not in ("scalar", "rates"):
             return "steps computes heads of one value, with a decay of each, and without beta"
         return None
 
     def tables(self, counts: Ints, exported: Ints, device: torch.device) -> Tables:
-        """The chunks of all runs and of exported ones."""
         return Tables.of(counts, exported, device)
 
     def prepare(self, x: Recurrence, tables: Tables) -> tuple[ChannelRows, Tables]:
-        """What chunks add to a state, and their decays."""
         assert x.decay is not None
         q, k, v, decay = (tables.cut(y) for y in (x.q[:, 0] * x.scale, x.k[:, 0], x.v[..., 0], x.decay))
         added = _Stepped.apply(v, decay, x.rates, k, None, None)  # type: ignore[no-untyped-call]
@@ -71,7 +68,6 @@ class Steps(Recomputed):
         return ChannelRows(q, k, v, decay, x.rates, added[..., None], total.to(v.dtype)), tables
 
     def leave(self, prepared: tuple[ChannelRows, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, chunks = prepared[0], prepared[1].exported
         added, total = (y if chunks.numbers is None else y[chunks.numbers] for y in (x.added, x.total))
         own = levels(added, chunks.sizes)
@@ -79,7 +75,6 @@ class Steps(Recomputed):
         return left, chunks.totals(total, entering)
 
     def compute(self, prepared: tuple[ChannelRows, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RecurrentKernel`."""
         x, tables = prepared
         own = levels(x.added, tables.chunks.sizes)
         entered, left = walked(tables.chunks, entering, x.total, lambda level, state: own[level])

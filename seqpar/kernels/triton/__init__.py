@@ -68,13 +68,11 @@ class Triton(Kernel):
         self.variants = variants
 
     def missing(self) -> str | None:
-        """Why the kernels cannot run here, or None: they need triton, and a CUDA device unless interpreted."""
         if not triton_installed():
             return "triton is not installed"
         return None if interpreted() else no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the kernels cannot compute such a call, or None."""
         if not triton_installed():
             return f"{self.name} needs triton, which is not installed"
         if spec.device != "cuda" and not (spec.device == "cpu" and interpreted()):
@@ -91,11 +89,9 @@ class Triton(Kernel):
         return None
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """Why results are less accurate than those of other kernels, or None: TF32 rounds the inputs."""
         return "triton_tf32 rounds float32 inputs to 10 bits" if self.precision == "tf32" else None
 
     def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:
-        """The tile tables of a step; see the protocol."""
         made: dict[Hashable, Any] = {}
         facts = replace(facts, memo=lambda key, make: made[key] if key in made else made.setdefault(key, make()))
         device = generation(spec.capability) if spec.device == "cuda" else 0
@@ -110,11 +106,9 @@ class Triton(Kernel):
         return made
 
     def keeps_top(self, score: Score) -> bool:
-        """Whether its scores are those of `Sums.top`."""
         return score.scaled
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the attention over one buffer of keys to the sums; see the protocol."""
         if not x.q.shape[0]:
             return
         target = into.acc if into.out is None else into.out
@@ -152,7 +146,6 @@ class Triton(Kernel):
         )  # fmt: skip
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients from one buffer of keys; see the protocol."""
         if x.q.shape[0] and x.k.shape[0]:
             both = self._both(x, grads)
             self._dq(x, both)

@@ -28,7 +28,6 @@ class Aten(Library):
     rows_per_call = 0
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         if spec.device != "cpu":
             return f"aten runs on the CPU, q is on {spec.device}"
         if spec.dtype not in DTYPES:
@@ -46,7 +45,6 @@ class Aten(Library):
         return all(bool(torch.isfinite(x.sum())) for x in tensors)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`."""
         out, lse = torch_private.scaled_dot_product_flash_attention_for_cpu(
             *heads_first(q, k, v), 0.0, call.causal, scale=scale
         )
@@ -55,7 +53,7 @@ class Aten(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`. The operator is deterministic."""
+        """The operator is deterministic."""
         assert results.out is not None
         dq, dk, dv = torch_private.scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first(results.dout, q, k, v, results.out), results.lse[None], 0.0, call.causal, scale=scale

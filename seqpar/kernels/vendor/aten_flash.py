@@ -23,13 +23,11 @@ class AtenFlash(Library):
     name = "aten_flash"
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         return no_cuda() or (
             None if torch.backends.cuda.is_flash_attention_available() else "this torch is built without FlashAttention"
         )
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         if spec.dim != spec.v_dim or spec.dim > 256:
             return f"aten_flash needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
         consumer = 86 <= spec.capability <= 89 or spec.capability >= 120
@@ -38,11 +36,9 @@ class AtenFlash(Library):
         return refuses_on_cuda(self, spec)
 
     def varies(self, spec: CallSpec) -> str | None:
-        """See `Library`."""
         return "aten_flash has no deterministic backward for one call, only for a whole process"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`."""
         out, lse, *_ = torch_private.flash_attention_forward(
             q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, False,
             scale=scale, window_size_left=call.left, window_size_right=call.right,
@@ -52,7 +48,7 @@ class AtenFlash(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`. The operator takes a generator's state, and without dropout does not read it."""
+        """The operator takes a generator's state, and without dropout does not read it."""
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
         return torch_private.flash_attention_backward(
             results.dout, q, k, v, results.out, results.lse, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0,

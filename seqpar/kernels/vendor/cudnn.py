@@ -31,7 +31,6 @@ class CuDNN(Library):
     rows_per_call = 512
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         if no_cuda():
             return no_cuda()
         release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -40,17 +39,14 @@ class CuDNN(Library):
         return None if release >= LEAST else f"it needs cuDNN {LEAST} or later, this torch has {release}"
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         if max(spec.dim, spec.v_dim) > 128:
             return f"cudnn has head dims up to 128, got {spec.dim} and {spec.v_dim}"
         return refuses_on_cuda(self, spec, least=90, most=109)
 
     def varies(self, spec: CallSpec) -> str | None:
-        """See `Library`."""
         return "cudnn has no deterministic backward"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`."""
         out, lse, *_ = torch_private.scaled_dot_product_cudnn_attention(
             *heads_first(q, k, v), None, True, 0.0, call.causal, False, scale=scale
         )
@@ -59,7 +55,7 @@ class CuDNN(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`. The operator takes a generator's state, and without dropout does not read it."""
+        """The operator takes a generator's state, and without dropout does not read it."""
         assert results.out is not None
         dout, *tensors = heads_first(results.dout, q, k, v, results.out)
         state = q.new_empty((), dtype=torch.int64)

@@ -22,17 +22,14 @@ class Flash2(Library):
     name = "flash2"
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         return outdated("flash-attn", (2, 8), (3,)) or no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         if spec.dim != spec.v_dim or spec.dim > 256:
             return f"flash2 needs values as wide as keys, 256 at most, got {spec.v_dim} and {spec.dim}"
         return refuses_on_cuda(self, spec)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`."""
         out, lse, *_ = flash_private.varlen_forward(flash_private.interface_of_2())(
             q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, dropout_p=0.0, softmax_scale=scale,
             causal=call.causal, window_size_left=call.left, window_size_right=call.right,
@@ -42,7 +39,6 @@ class Flash2(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         flash_private.varlen_backward(flash_private.interface_of_2())(
             results.dout, q, k, v, results.out, results.lse, dq, dk, dv, call.cu_q, call.cu_k, call.max_q, call.max_k,

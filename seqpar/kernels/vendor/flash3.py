@@ -30,23 +30,20 @@ class Flash3(Library):
     splits = True  # whether the package was built with them
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         return outdated("flash-attn-3", (3, 0)) or no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         fits = spec.dim == spec.v_dim <= 256 or (128 < spec.dim <= 192 and 96 < spec.v_dim <= 128)
         if not fits:
             return f"flash3 has head dims up to 256, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
         return refuses_on_cuda(self, spec, least=90, most=90)
 
     def varies(self, spec: CallSpec) -> str | None:
-        """See `Library`."""
         limit = 192
         return None if spec.dim <= limit else f"flash3 has a deterministic backward for head dims up to {limit}"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`. num_splits 1: another kernel would have to merge the splits."""
+        """num_splits 1: another kernel would have to merge the splits."""
         out, lse, *_ = flash_private.operators_of_3().fwd(
             q, k, v, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q,
             max_seqlen_k=call.max_k, softmax_scale=scale, is_causal=call.causal, window_size_left=call.left,
@@ -57,7 +54,7 @@ class Flash3(Library):
     def attend_unrounded(
         self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float
     ) -> tuple[Tensor, Tensor] | None:
-        """See `Library`. Two splits, merged here; takes twice the memory of a float32 output while it runs."""
+        """Two splits, merged here; takes twice the memory of a float32 output while it runs."""
         assert call.cu_q is not None
         if not self.splits or len(call.cu_q) > 2:
             return None
@@ -78,7 +75,6 @@ class Flash3(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         flash_private.operators_of_3().bwd(
             results.dout, q, k, v, results.out, results.lse, dq=dq, dk=dk, dv=dv, cu_seqlens_q=call.cu_q,

@@ -25,18 +25,16 @@ class Flash4(Library):
     from_delta = True
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         return outdated("flash-attn-4", (4, 0, 0, 12)) or no_cuda()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None. Left out: capability 12 (no deterministic backward) and 8 (no backward)."""
+        """Left out: capability 12 (no deterministic backward) and 8 (no backward)."""
         most = 256 if spec.capability < 100 else 128
         if max(spec.dim, spec.v_dim) > most and (spec.dim, spec.v_dim) != (192, 128):
             return f"flash4 has head dims up to {most}, or 192 with values of 128, got {spec.dim} and {spec.v_dim}"
         return refuses_on_cuda(self, spec, least=90, most=119)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Library`."""
         out, lse, *_ = flash_private.forward_of_4(flash_private.interface_of_4())(
             q, k, v, return_lse=True, **_options(call, scale)
         )
@@ -45,7 +43,6 @@ class Flash4(Library):
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, call: VarlenCall, scale: float, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`."""
         out, dlse = results.out, None
         if out is None:
             out, dlse = torch.zeros_like(results.dout), -results.delta

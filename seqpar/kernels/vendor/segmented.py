@@ -63,11 +63,9 @@ class Segmented(Kernel):
         return Segmented(self.library, rest=rest, deterministic=spec.deterministic, merges=merges, borrows=borrows)
 
     def missing(self) -> str | None:
-        """Why this machine cannot run it, or None."""
         return self.library.missing()
 
     def refuses(self, spec: CallSpec) -> str | None:
-        """Why the call is refused, or None."""
         refused, varies = self.library.refuses(spec), self.varies(spec)
         if refused or varies is None:
             return refused
@@ -81,7 +79,6 @@ class Segmented(Kernel):
         return self.library.varies(spec) if spec.grads and spec.deterministic else None
 
     def accuracy_loss(self, spec: CallSpec) -> str | None:
-        """The rounding of partial results, where a row has several; else None."""
         if not (self.library.rounds and (spec.merges or spec.until)):
             return None
         dtype = str(spec.dtype).removeprefix("torch.")
@@ -90,11 +87,9 @@ class Segmented(Kernel):
         return f"{self.name} rounds each step's result to {dtype} before they are merged{gradients}"
 
     def tables(self, spec: CallSpec, facts: StepFacts) -> dict[Hashable, Any]:
-        """What the position kernel's backward looks up, if it computes the backward; see the protocol."""
         return self.rest.tables(spec, facts) if self.borrows else {}
 
     def forward(self, x: Operands, into: Sums) -> None:
-        """Add the keys of one buffer; see the protocol."""
         calls = self._calls(x, x.q, x.k, x.v)
         if calls is None:
             self.rest.forward(x, into)
@@ -146,7 +141,6 @@ class Segmented(Kernel):
         return part, lse if call.seen is None else lse.masked_fill(~call.seen, -torch.inf)
 
     def backward(self, x: Operands, grads: Grads) -> None:
-        """Add the gradients of one buffer's keys; see the protocol."""
         out = grads.out
         able = not self.borrows and (out is not None or self.library.from_delta)
         calls = self._calls(x, grads.dout, x.q, x.k, x.v, *(() if out is None else (out,))) if able else None
