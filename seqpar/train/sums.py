@@ -136,12 +136,11 @@ def _adjoint(_: object, options: tuple[Any, ...], needed: Sequence[int]) -> tupl
     return ALL_SUM, ()
 
 
-def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], grads: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
-    return [x.new_empty(x.shape) for x in xs], torch.empty((), dtype=torch.int64, device="cpu")
+def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], grads: Sequence[bool]) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in xs]
 
 
-ALL_SUM = CollectiveOp("all_sum", _run, adjoint=_adjoint, checks=False, verb=False)
-ALL_SUM.define(None, "(Tensor[] xs, Tensor[] handles, bool[] grads) -> (Tensor[] ys, Tensor ticket)", _fake)
+ALL_SUM = CollectiveOp("all_sum", _run, _fake, adjoint=_adjoint, checks=False, verb=False)
 
 
 def _agreed(x: Tensor, comm: Comm, *, requires_grad: bool) -> Tag:

@@ -353,7 +353,7 @@ def test_attention_is_a_proper_op(layout, grads, options) -> None:
     out, lse, top, ticket = OPS.attention(*given, [handle], *chosen, [True] * 4 + [False])
     named = bind(*carried(ticket))  # opcheck hands on copies
     incoming = torch.randn_like(out), torch.randn_like(lse) if options else None, None
-    opcheck(OPS.attention_backward, (*incoming, *given, out, lse, top, named, [True, grads, True, options]))
+    opcheck(OPS.attention_backward, (*incoming, *given, out, lse, top, named, [True, grads, True, options, False]))
 
 
 def test_switch_is_a_proper_op() -> None:
@@ -368,8 +368,8 @@ def test_relayout_is_a_proper_op() -> None:
     plan = Plan(Mask([5, 9]), dst)
     x = torch.randn(14, 3, dtype=torch.float64, requires_grad=True)
     there, whole = bind(src, dst, comm), bind(plan, comm)
-    opcheck(OPS.relayout, (x, [there], 14, [True]))
-    opcheck(OPS.unshard, (x, [whole], "q", 0, 14, [True]))
+    opcheck(OPS.relayout, ([x], [there], 14, [True]))
+    opcheck(OPS.unshard, ([x], [whole], "q", 0, 14, [True]))
 
 
 def moved(x: Tensor, comm: Comm, src: Layout, dst: Layout, rows: list[int]) -> Tensor:

@@ -263,7 +263,7 @@ def test_no_row_of_a_cuda_tensor_is_read(case, monkeypatch) -> None:
         with FakeTensorMode(), torch.no_grad(), watched():
             for moves in (there, there.transposed(), whole, whole.transposed(), needed, needed.transposed()):
                 x = torch.empty(moves.rows_in, 6, 8, dtype=torch.bfloat16, device=cuda)
-                (y,) = relayouts.move_rows([x], comm, moves, tag)
+                (y,), *_ = relayouts.moved([x], comm, moves, tag)
                 assert y.shape == (moves.rows_out, 6, 8) and y.device == cuda
             x = torch.empty(5, 2 * plan.ranks, dtype=torch.bfloat16, device=cuda)
             shares = [2] * plan.ranks, [5] * plan.ranks
@@ -433,8 +433,8 @@ def test_verbs_do_not_synchronise_and_upload_once(case, monkeypatch) -> None:
 
     monkeypatch.setattr(relayouts, "upload", counted)
     for module, name in (
-        (relayouts, "move_rows"),
-        (fetches, "move_rows"),
+        (relayouts, "moved"),
+        (fetches, "moved"),
         (switches, "_all_to_all"),
         (seqpar, "shard"),
     ):

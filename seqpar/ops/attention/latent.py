@@ -16,10 +16,10 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.kernels.expanding import Expanding
 from seqpar.ops.attention.call import Call
-from seqpar.ops.attention.op import agreed_call, computed, differentiated, fake_results
+from seqpar.ops.attention.op import OPTIONS, RESULTS, agreed_call, computed, differentiated, fake_results
 from seqpar.ops.attention.signature import Accuracy, Expansion, Options
 from seqpar.ops.attention.source import resolved, values_of
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.core.device import autocasts
 from seqpar.plan import Plan
 
@@ -141,9 +141,6 @@ def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool
     return (*inputs, *(None if x is None else x.to(dtype) for x in (dw_k, dw_v)), dsinks)
 
 
-LATENT_ATTENTION = CollectiveOp("latent_attention", _run, back=_back, reads_results=True)
-
-
 def _fake(q: Tensor, latent: Tensor, rotated: Tensor, w_k: Tensor, w_v: Tensor, *more: Any) -> tuple[Tensor, ...]:
     if any(x.dim() != 3 for x in (q, latent, rotated, w_k, w_v)):
         shapes = [list(x.shape) for x in (q, latent, rotated, w_k, w_v)]
@@ -151,26 +148,13 @@ def _fake(q: Tensor, latent: Tensor, rotated: Tensor, w_k: Tensor, w_v: Tensor, 
     return fake_results(q, w_v.shape[1], scored=more[-3])
 
 
-def _fake_back(
-    dout: Tensor | None, dlse: Tensor | None, dtop: Tensor | None, q: Tensor, latent: Tensor, rotated: Tensor,
-    w_k: Tensor, w_v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, top: Tensor, ticket: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    pairs = zip((q, latent, rotated, w_k, w_v, sinks), needs, strict=True)
-    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded([q]) for x, need in pairs)
-
-
-LATENT_ATTENTION.define(
-    6,
-    "(Tensor q, Tensor latent, Tensor rotated, Tensor w_k, Tensor w_v, Tensor? sinks, Tensor[] handles, float? scale, "
-    "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, str accuracy, "
-    "bool return_lse, bool return_max_logit, int expand_bytes, bool[] grads) -> (Tensor out, Tensor lse, Tensor top, "
-    "Tensor ticket)",
+LATENT_ATTENTION = CollectiveOp(
+    "latent_attention",
+    _run,
     _fake,
-)
-LATENT_ATTENTION.define_back(
-    "(Tensor? dout, Tensor? dlse, Tensor? dtop, Tensor q, Tensor latent, Tensor rotated, Tensor w_k, Tensor w_v, "
-    "Tensor? sinks, Tensor out, Tensor lse, Tensor top, Tensor ticket, bool[] needs) -> "
-    "(Tensor dq, Tensor dlatent, Tensor drotated, Tensor dw_k, Tensor dw_v, Tensor dsinks)",
-    _fake_back,
+    tensors="Tensor q, Tensor latent, Tensor rotated, Tensor w_k, Tensor w_v, Tensor? sinks",
+    options=f"{OPTIONS}, int expand_bytes",
+    results=RESULTS,
+    back=_back,
+    reads_results=True,
 )

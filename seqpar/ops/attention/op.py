@@ -28,7 +28,7 @@ from seqpar.ops.attention.schedule import backward, forward, largest
 from seqpar.ops.attention.signature import Expansion, Options, Signature, check_tensors, signature_of
 from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, gathering, remember
-from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls, unneeded
+from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls
 from seqpar.ops.core.device import current_device_of, no_autocast
 from seqpar.ops.core.precompute import recent_attention
 from seqpar.ops.core.regions import check_repetition
@@ -36,6 +36,13 @@ from seqpar.ops.move.pack import some_of
 from seqpar.plan import Part, Plan
 
 log = logging.getLogger("seqpar.ops")
+
+# in the schemas of ops
+OPTIONS = (
+    "float? scale, float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, str accuracy, "
+    "bool return_lse, bool return_max_logit"
+)
+RESULTS = "Tensor out, Tensor lse, Tensor top"
 
 
 def _run(tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any) -> tuple[Tensors, Tensors, Call]:
@@ -159,8 +166,7 @@ def _wrong_rows(q: Tensor, k: Tensor, comm: Comm, recipe: Recipe, *, latents: bo
 
 
 def _back(call: Call, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
-    """dq, dk, dv, dsinks; None where none is needed."""
-    return differentiated(call, call.recipe.kernel, saved, grads, needs)
+    return *differentiated(call, call.recipe.kernel, saved, grads, needs), None  # slopes have none
 
 
 def differentiated(call: Call, kernel: Kernel, saved: Sequence[Any], grads: Tensors, needs: Sequence[bool]) -> Tensors:
@@ -206,9 +212,6 @@ def _restored(
     return PartTensors(q, k, v, own_out, own_lse, call.blocks(part, slopes))
 
 
-ATTENTION = CollectiveOp("attention", _run, back=_back, reads_results=True)
-
-
 def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
     if any(x.dim() != 3 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be packed [rows, heads, dim], got {[list(x.shape) for x in (q, k, v)]}")
@@ -216,32 +219,19 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
 
 
 def fake_results(q: Tensor, v_dim: int, *, scored: bool) -> tuple[Tensor, ...]:
-    """Output, lse, the largest scores if they are asked for, and the ticket, without values."""
-    rows, heads, _ = q.shape
-    ticket, acc = torch.empty((), dtype=torch.int64, device="cpu"), acc_dtype(q.dtype)
+    """Output, lse, and the largest scores if they are asked for, without values."""
+    (rows, heads, _), acc = q.shape, acc_dtype(q.dtype)
     top = q.new_empty(heads, dtype=acc) if scored else q.new_empty(0)
-    return q.new_empty(rows, heads, v_dim), q.new_empty(heads, rows, dtype=acc), top, ticket
+    return q.new_empty(rows, heads, v_dim), q.new_empty(heads, rows, dtype=acc), top
 
 
-def _fake_back(
-    dout: Tensor | None, dlse: Tensor | None, dtop: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    sinks: Tensor | None, slopes: Tensor | None, out: Tensor, lse: Tensor, top: Tensor, ticket: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    pairs = zip((q, k, v, sinks), needs, strict=False)
-    return tuple(x.new_empty(x.shape) if x is not None and need else unneeded([q]) for x, need in pairs)
-
-
-ATTENTION.define(
-    5,
-    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor[] handles, float? scale, "
-    "float softcap, float dropout_p, SymInt? dropout_seed, bool deterministic, str kernel, str accuracy, "
-    "bool return_lse, bool return_max_logit, bool[] grads) -> (Tensor out, Tensor lse, Tensor top, Tensor ticket)",
+ATTENTION = CollectiveOp(
+    "attention",
+    _run,
     _fake,
-)
-ATTENTION.define_back(
-    "(Tensor? dout, Tensor? dlse, Tensor? dtop, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor out, Tensor lse, Tensor top, Tensor ticket, bool[] needs) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    _fake_back,
+    tensors="Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes",
+    options=OPTIONS,
+    results=RESULTS,
+    back=_back,
+    reads_results=True,
 )

@@ -97,23 +97,32 @@ class Ticket:
 
 
 class CollectiveOp:
-    """A collective of a list of tensors or Nones.
+    """A collective of a list of tensors or Nones, and the op ``seqpar::name`` for graphs.
+
+    tensors, options, results: in the schema of the op, which has the handles between the first two, ``bool[] grads``
+    after the options and the ticket after the results. The op of its backward, ``seqpar::name_backward``, takes the
+    gradients of results, the tensors, the results if it reads them, the ticket, and which gradients are needed.
 
     run(tensors, values, *options, grads) returns its results (None for one that is not asked for, which is empty in
     graphs), the tensors to save, and its record. values: the op's other arguments, ending with a comm; or, as the
-    backward of another call, that call's record. grads: which of the tensors require a gradient, the op's last
-    argument. adjoint(tensors, options, needed), for a linear collective, returns the op of its backward for the tensors
-    numbered `needed`, and its options without grads. back(record, saved, grads, needs), for any other, returns the
-    gradients of the first tensors; the rest have none. reads_results: whether that needs the results of forward, which
-    graphs then save. checks: whether a call refuses transforms, and leaves tensors that are not dense to `run`; False
-    where the verb has checked both. verb: whether it moves rows.
+    backward of another call, that call's record. grads: which of the tensors require a gradient. fake(tensors, handles,
+    *options, grads) returns the results without values; without a list in the schema it gets each tensor.
+    adjoint(tensors, options, needed), for a linear collective, returns the op of its backward for the tensors numbered
+    `needed`, and its options without grads. back(record, saved, grads, needs), for any other, returns the gradients of
+    the tensors. reads_results: whether that needs the results of forward, which graphs then save. checks: whether a
+    call refuses transforms, and leaves tensors that are not dense to `run`; False where the verb has checked both.
+    verb: whether it moves rows.
     """
 
     def __init__(
         self,
         name: str,
         run: Callable[..., tuple[Tensors, Tensors, Any]],
+        fake: Callable[..., Tensors],
         *,
+        tensors: str = "Tensor[] xs",
+        options: str = "",
+        results: str = "Tensor[] ys",
         adjoint: Callable[..., tuple[CollectiveOp, tuple[Any, ...]]] | None = None,
         back: Callable[..., Tensors] | None = None,
         reads_results: bool = False,
@@ -125,6 +134,24 @@ class CollectiveOp:
         self.name, self.run, self.adjoint, self.back, self.checks = name, run, adjoint, back, checks
         self.reads_results = reads_results
         self._recorded, self._unrecorded = uncompiled(_Eager.apply), uncompiled(run)
+        named, found = tensors.split(", "), results.split(", ")
+        self._tensors = None if tensors.startswith("Tensor[]") else len(named)  # None: one list
+        self._results = len(found)
+        arguments = [tensors, "Tensor[] handles", *([options] if options else []), "bool[] grads"]
+        self._define(name, f"({', '.join(arguments)}) -> ({results}, Tensor ticket)", self._run_in_graph)
+        LIBRARY.impl(name, uncompiled(self._differentiable), "Autograd")
+
+        def fake_call(*given: Any) -> Any:
+            made, ticket = fake(*given), torch.empty((), dtype=torch.int64, device="cpu")
+            return (made, ticket) if self._tensors is None else (*made, ticket)
+
+        torch.library.register_fake(f"seqpar::{name}", fake_call, lib=LIBRARY)
+        if back is not None:
+            arguments = [f"Tensor? d{x.split()[-1]}" for x in found] + [tensors] + ([results] if reads_results else [])
+            grads = ", ".join(f"Tensor d{x.split()[-1]}" for x in named)
+            schema = f"({', '.join(arguments)}, Tensor ticket, bool[] needs) -> ({grads})"
+            self._define(f"{name}_backward", schema, self._run_back_in_graph)
+            torch.library.register_fake(f"seqpar::{name}_backward", self._fake_back, lib=LIBRARY)
 
     def __call__(self, tensors: Tensors, values: Sequence[Any], *options: Any) -> Sequence[Tensor]:
         """The results."""
@@ -150,22 +177,11 @@ class CollectiveOp:
             return self._recorded(self, values, (*options, grads), *tensors)  # type: ignore[no-any-return]
         return self._unrecorded(tensors, values, *options, grads)[0]  # type: ignore[no-any-return]
 
-    def define(self, tensors: int | None, schema: str, fake: Callable[..., Any]) -> None:
-        """Register the op ``seqpar::name``. tensors: number of arguments before the handles, None for one list."""
-        self._tensors = tensors
-        LIBRARY.define(f"{self.name}{schema}", tags=TAGS)
-        LIBRARY.impl(self.name, uncompiled(self._run_in_graph), "CompositeExplicitAutograd")
-        LIBRARY.impl(self.name, uncompiled(self._differentiable), "Autograd")
-        torch.library.register_fake(f"seqpar::{self.name}", fake, lib=LIBRARY)
-        _kept(self.name)
-
-    def define_back(self, schema: str, fake: Callable[..., Any]) -> None:
-        """Register the op ``seqpar::name_backward`` of gradients, tensors, results it reads, ticket and needs."""
-        name = f"{self.name}_backward"
+    def _define(self, name: str, schema: str, run: Callable[..., Any]) -> None:
         LIBRARY.define(f"{name}{schema}", tags=TAGS)
-        LIBRARY.impl(name, uncompiled(self._run_back_in_graph), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"seqpar::{name}", fake, lib=LIBRARY)
-        _kept(name)
+        LIBRARY.impl(name, uncompiled(run), "CompositeExplicitAutograd")
+        # compilers must not drop an op whose result is unused or empty on a rank: other ranks wait for it
+        has_side_effect(getattr(torch.ops.seqpar, name).default)
 
     def dispatch(self, tensors: Tensors, handles: Sequence[Tensor], *options: Any) -> tuple[Sequence[Tensor], Tensor]:
         """The results and the ticket, through the dispatcher."""
@@ -196,11 +212,10 @@ class CollectiveOp:
         return (dense, ticket) if self._tensors is None else (*dense, ticket)
 
     def _run_back_in_graph(self, *arguments: Any) -> tuple[Tensor, ...]:
-        assert self.back is not None and self._tensors is not None
+        assert self.back is not None
         refuse_capture(self.name)
         *given, ticket, needs = arguments
-        results = (len(given) - self._tensors) // (2 if self.reads_results else 1)
-        grads, tensors = given[:results], given[results:]
+        grads, tensors = given[: self._results], given[self._results :]
         (left,) = carried(ticket)
         saved = [tensors[x] if isinstance(x, int) else x for x in left.kept]
         found = self.back(left.record, saved, grads, needs)
@@ -208,6 +223,12 @@ class CollectiveOp:
         for x, of, need in zip(found, tensors, needs, strict=False):
             gradients.append(unneeded(tensors) if not need else torch.zeros_like(of) if x is None else _apart(x))
         return tuple(gradients)
+
+    def _fake_back(self, *arguments: Any) -> tuple[Tensor, ...]:
+        *given, _, needs = arguments
+        tensors = given[self._results :]  # and results
+        pairs = zip(tensors, needs, strict=False)
+        return tuple(x.new_empty(x.shape) if x is not None and need else unneeded(tensors) for x, need in pairs)
 
     def _differentiable(self, *arguments: Any) -> Any:
         tensors, handles, options = self._parted(arguments)
@@ -233,11 +254,6 @@ def _counted(run: Callable[..., Any], *, layer: bool = False) -> Callable[..., A
 def unneeded(tensors: Tensors) -> Tensor:
     """What a backward op returns for a gradient that is not needed. tensors: of the forward."""
     return next(x for x in tensors if x is not None).new_empty(0)
-
-
-def _kept(name: str) -> None:
-    """Keep compilers from dropping an op whose result is unused or empty on a rank: other ranks wait for it."""
-    has_side_effect(getattr(torch.ops.seqpar, name).default)
 
 
 def requirements(tensors: Sequence[object]) -> list[bool]:
@@ -320,9 +336,7 @@ class _Eager(torch.autograd.Function):
         stamp, *saved = ctx.saved_tensors
         if stamp.data_ptr() != ctx.stamp.data_ptr():  # equal pointers: nothing came between
             check_stamp(ctx.op.name, ctx.record.comm, int(ctx.stamp), stamp)
-        needs = ctx.needs_input_grad[3:]
-        found = ctx.op.back(ctx.record, saved, grads, needs)
-        return (None, None, None, *found, *[None] * (len(needs) - len(found)))
+        return (None, None, None, *ctx.op.back(ctx.record, saved, grads, ctx.needs_input_grad[3:]))
 
 
 class _InGraph(torch.autograd.Function):
@@ -359,8 +373,7 @@ class _InGraph(torch.autograd.Function):
                 check_stamp(ctx.op.name, ctx.record.comm, ctx.record.stamp, again.stamp)
         needs = list(ctx.needs_input_grad[3:])
         found = getattr(torch.ops.seqpar, f"{ctx.op.name}_backward")(*grads[:-1], *saved, ticket, needs)
-        last = [None] * (len(needs) - len(found))  # of tensors without gradients
-        return (None, None, None, *(x if need else None for x, need in zip(found, needs, strict=False)), *last)
+        return (None, None, None, *(x if need else None for x, need in zip(found, needs, strict=True)))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
 from seqpar.ops.core.agreement import agreement, digest_of_call, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, check_dense
 from seqpar.ops.core.regions import check_repetition
-from seqpar.ops.move.relayout import MoveRecord, Moves, move_rows
+from seqpar.ops.move.relayout import MoveRecord, Moves, moved, way_back
 from seqpar.plan import Plan
 
 UNKNOWN = -1  # the number of rows, where no graph needs it
@@ -60,11 +60,7 @@ def fetch_all(
 def _run(
     xs: Sequence[Tensor], values: Sequence[Any], rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
-    """The results and the record of the move. values: plan and comm, or the record of the move to undo."""
-    if isinstance(values[0], MoveRecord):
-        record = values[0]
-        moves, comm, tag = record.moves.transposed(), record.comm, record.way_back()
-        return move_rows(xs, comm, moves, tag), (), MoveRecord(comm, tag, moves)
+    """The results and the record of the move. values: plan and comm."""
     plan, comm = plan_and_comm("fetch", values)
     with agreement("fetch", comm) as call:
         check_dense("fetch", xs)
@@ -79,8 +75,7 @@ def _run(
         key = "fetch", tuple([(x.dtype, x.device.type, x.shape[1:]) for x in xs]), tuple(grads)
         call.facts, call.digest = plan.memo(key, lambda: _facts(plan, xs, grads))
     check_repetition("fetch", comm, plan, "plan")
-    tag = Tag(call.digest, comm.next_call(), 0, 0, "fetch (forward)")
-    return move_rows(xs, comm, moves, tag), (), MoveRecord(comm, tag, moves)
+    return moved(xs, comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "fetch (forward)"))
 
 
 def _check_tensors(xs: Sequence[object], rows: int, rank: int) -> None:
@@ -110,17 +105,10 @@ def _facts(plan: Plan, xs: Sequence[Tensor], grads: Sequence[bool]) -> tuple[dic
     return facts, digest_of_call("fetch", facts)
 
 
-def _way_back(xs: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
-    return FETCH, (xs[0].shape[0],)
-
-
-def _fake(
-    xs: Sequence[Tensor], handles: Sequence[Tensor], rows: int, grads: Sequence[bool]
-) -> tuple[list[Tensor], Tensor]:
+def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], rows: int, grads: Sequence[bool]) -> list[Tensor]:
     if isinstance(rows, int) and rows == UNKNOWN:
         raise ValueError(NEEDS_ROWS)
-    return [x.new_empty(rows, *x.shape[1:]) for x in xs], torch.empty((), dtype=torch.int64, device="cpu")
+    return [x.new_empty(rows, *x.shape[1:]) for x in xs]
 
 
-FETCH = CollectiveOp("fetch", _run, adjoint=_way_back)
-FETCH.define(None, "(Tensor[] xs, Tensor[] handles, SymInt rows, bool[] grads) -> (Tensor[] ys, Tensor ticket)", _fake)
+FETCH = CollectiveOp("fetch", _run, _fake, options="SymInt rows", adjoint=way_back)

@@ -263,13 +263,6 @@ def exchanged(xs: Sequence[Tensor], comm: Comm, moves: Sequence[Moves], tag: Tag
     return ys
 
 
-def move_rows(xs: Sequence[Tensor], comm: Comm, moves: Moves, tag: Tag) -> list[Tensor]:
-    """The tensors after one move that all of them make, in their own dtypes."""
-    with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
-        ys = exchanged(xs, comm, [moves] * len(xs), tag)
-    return [y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
-
-
 @dataclass(eq=False)
 class MoveRecord(Record):
     """A completed move."""
@@ -277,13 +270,21 @@ class MoveRecord(Record):
     moves: Moves
 
 
+def moved(xs: Sequence[Tensor], comm: Comm, moves: Moves, tag: Tag) -> tuple[list[Tensor], tuple[()], MoveRecord]:
+    """What an op of moves returns: the tensors after one move that all of them make, and its record."""
+    with abort_on_error(comm, f"exchange of rows, call {tag.call}"):
+        ys = exchanged(xs, comm, [moves] * len(xs), tag)
+    ys = [y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(xs, ys, strict=True)]
+    return ys, (), MoveRecord(comm, tag, moves)
+
+
 def _relayout(
     tensors: Sequence[Tensor], values: Sequence[Any], rows: int, grads: Sequence[bool]
 ) -> tuple[list[Tensor], tuple[()], MoveRecord]:
-    """The result and the record of the move. values: src, dst and comm, or the record of the move to undo."""
+    """The results and the record of the move. values: src, dst and comm, or the record of the move to undo."""
     if isinstance(values[0], MoveRecord):
         record = values[0]
-        return _moved(tensors[0], record.comm, record.moves.transposed(), record.way_back())
+        return moved(tensors, record.comm, record.moves.transposed(), record.way_back())
     (x,), (src, dst, comm) = tensors, checked_values(values, Layout, Layout)
     with agreement("relayout", comm) as call:
         _check_layouts(x, comm, src, dst)
@@ -295,7 +296,7 @@ def _relayout(
             key = "relayout", dst.digest(), x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = src.memo(key, lambda: digest_of_call("relayout", call.facts))
     check_repetition("relayout", comm, (src, dst), "layout")
-    return _moved(x, comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "relayout (forward)"))
+    return moved([x], comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "relayout (forward)"))
 
 
 def _unshard(
@@ -311,7 +312,7 @@ def _unshard(
             key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
             call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))
     check_repetition("unshard", comm, (plan, side, dim), "plan")
-    return _moved(x, comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "unshard (forward)"))
+    return moved([x], comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "unshard (forward)"))
 
 
 def _check_rows(rows: int, moves: Moves, comm: Comm) -> None:
@@ -319,31 +320,20 @@ def _check_rows(rows: int, moves: Moves, comm: Comm) -> None:
         raise ValueError(f"rows={rows}, but rank {comm.rank} gets {moves.rows_out}")
 
 
-def _moved(x: Tensor, comm: Comm, moves: Moves, tag: Tag) -> tuple[list[Tensor], tuple[()], MoveRecord]:
-    return move_rows([x], comm, moves, tag), (), MoveRecord(comm, tag, moves)
-
-
-def _way_back(tensors: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
+def way_back(tensors: Sequence[Tensor], _: object, needed: Sequence[int]) -> tuple[CollectiveOp, tuple[Any, ...]]:
+    """The op and the options of the backward of moves."""
     return RELAYOUT, (tensors[0].shape[0],)
 
 
-def _fake_relayout(x: Tensor, handles: Sequence[Tensor], rows: int, grads: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
+def _fake_relayout(xs: Sequence[Tensor], _: object, rows: int, grads: Sequence[bool]) -> list[Tensor]:
+    return [x.new_empty(rows, *x.shape[1:]) for x in xs]
 
 
-def _fake_unshard(
-    x: Tensor, handles: Sequence[Tensor], side: str, dim: int, rows: int, grads: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
-    return _fake_relayout(x, handles, rows, grads)
+def _fake_unshard(xs: Sequence[Tensor], _: object, side: str, dim: int, rows: int, grads: Any) -> list[Tensor]:
+    return _fake_relayout(xs, _, rows, grads)
 
 
-RELAYOUT = CollectiveOp("relayout", _relayout, adjoint=_way_back, checks=False)
-RELAYOUT.define(
-    1, "(Tensor x, Tensor[] handles, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)", _fake_relayout
-)
-UNSHARD = CollectiveOp("unshard", _unshard, adjoint=_way_back, checks=False)
-UNSHARD.define(
-    1,
-    "(Tensor x, Tensor[] handles, str side, int dim, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)",
-    _fake_unshard,
+RELAYOUT = CollectiveOp("relayout", _relayout, _fake_relayout, options="SymInt rows", adjoint=way_back, checks=False)
+UNSHARD = CollectiveOp(
+    "unshard", _unshard, _fake_unshard, options="str side, int dim, SymInt rows", adjoint=way_back, checks=False
 )

@@ -225,22 +225,17 @@ def _adjoint(_: object, options: tuple[Any, ...], needed: Sequence[int]) -> tupl
 def _fake(
     xs: Sequence[Tensor], handles: Sequence[Tensor], split_dims: Sequence[int], concat_dims: Sequence[int],
     split: Sequence[int], concat: Sequence[int], rank: int, grads: Sequence[bool],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     ys = []
     for x, split_dim, concat_dim in zip(xs, split_dims, concat_dims, strict=True):
         shape = list(x.shape)
         shape[split_dim], shape[concat_dim] = split[rank], sum(concat)
         ys.append(x.new_empty(shape))
-    return ys, torch.empty((), dtype=torch.int64, device="cpu")
+    return ys
 
 
-SWITCH = CollectiveOp("switch", _run, adjoint=_adjoint, checks=False)
-SWITCH.define(
-    None,
-    "(Tensor[] xs, Tensor[] handles, int[] split_dims, int[] concat_dims, SymInt[] split, SymInt[] concat, int rank, "
-    "bool[] grads) -> (Tensor[] ys, Tensor ticket)",
-    _fake,
-)
+SIDES = "int[] split_dims, int[] concat_dims, SymInt[] split, SymInt[] concat, int rank"
+SWITCH = CollectiveOp("switch", _run, _fake, options=SIDES, adjoint=_adjoint, checks=False)
 
 
 class SwitchRecord(Record):

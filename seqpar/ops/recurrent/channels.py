@@ -20,7 +20,6 @@ from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import channel_bytes, channel_dims, check_channels
 from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated
-from seqpar.ops.recurrent.recompute import fake_gradients
 from seqpar.plan import Plan
 
 
@@ -99,22 +98,16 @@ def _channels_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs
 
 
 def _fake(queries: Any, keys: Any, update: Tensor, decay: Any, rates: Any, initial: Any, *_: object) -> Any:
-    ticket, dims = torch.empty((), dtype=torch.int64, device="cpu"), channel_dims(queries, keys, rates, initial)
-    states = update.new_empty(0, update.shape[1], dims, dtype=acc_dtype(update.dtype))
-    return update.new_empty(update.shape), states, ticket
+    shape = 0, update.shape[1], channel_dims(queries, keys, rates, initial)
+    return update.new_empty(update.shape), update.new_empty(shape, dtype=acc_dtype(update.dtype))
 
 
-CHANNELS = CollectiveOp("channel_scan", _channels, back=_channels_back)
-CHANNELS.define(
-    6,
-    "(Tensor? queries, Tensor? keys, Tensor update, Tensor decay, Tensor? rates, Tensor? initial_state, "
-    "Tensor[] handles, str kernel, str travel, bool return_state, bool[] grads) "
-    "-> (Tensor out, Tensor states, Tensor ticket)",
+CHANNELS = CollectiveOp(
+    "channel_scan",
+    _channels,
     _fake,
-)
-CHANNELS.define_back(
-    "(Tensor? dout, Tensor? dstates, Tensor? queries, Tensor? keys, Tensor update, Tensor decay, Tensor? rates, "
-    "Tensor? initial_state, Tensor ticket, bool[] needs) "
-    "-> (Tensor dqueries, Tensor dkeys, Tensor dupdate, Tensor ddecay, Tensor drates, Tensor dinitial)",
-    fake_gradients(2),
+    tensors="Tensor? queries, Tensor? keys, Tensor update, Tensor decay, Tensor? rates, Tensor? initial_state",
+    options="str kernel, str travel, bool return_state",
+    results="Tensor out, Tensor states",
+    back=_channels_back,
 )

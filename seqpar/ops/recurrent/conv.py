@@ -30,7 +30,7 @@ from seqpar.ops.core.device import autocasts, no_autocast, stream_of
 from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.relayout import facts_of_rows, row_numbers
-from seqpar.ops.recurrent.recompute import fake_gradients, gradients
+from seqpar.ops.recurrent.recompute import gradients
 from seqpar.ops.recurrent.relaid import ContiguousRows
 from seqpar.ops.recurrent.rows import RowMap, check_rows, document_runs, rank_runs
 from seqpar.plan import Plan
@@ -224,19 +224,16 @@ def _check(x: Tensor, weight: object, bias: object, activation: object, travel: 
     check_travel("causal_conv1d", travel, HALO_WAYS)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty((), dtype=torch.int64, device="cpu")
+def _fake(x: Tensor, *_: object) -> list[Tensor]:
+    return [x.new_empty(x.shape)]
 
 
-CONV = CollectiveOp("causal_conv1d", _conv, back=_conv_back)
-CONV.define(
-    3,
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor[] handles, str? activation, str travel, bool[] grads) "
-    "-> (Tensor y, Tensor ticket)",
+CONV = CollectiveOp(
+    "causal_conv1d",
+    _conv,
     _fake,
-)
-CONV.define_back(
-    "(Tensor? dy, Tensor x, Tensor weight, Tensor? bias, Tensor ticket, bool[] needs) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias)",
-    fake_gradients(1),
+    tensors="Tensor x, Tensor weight, Tensor? bias",
+    options="str? activation, str travel",
+    results="Tensor y",
+    back=_conv_back,
 )

@@ -17,7 +17,6 @@ from seqpar.ops.core.device import autocasts
 from seqpar.ops.recurrent.call import LinearCall
 from seqpar.ops.recurrent.checks import check_inputs, checked_scale, layer_bytes
 from seqpar.ops.recurrent.computed import CheckedCall, States, computed, differentiated
-from seqpar.ops.recurrent.recompute import fake_gradients
 from seqpar.plan import Plan
 
 
@@ -109,22 +108,16 @@ def _linear_back(call: LinearCall, saved: Sequence[Any], grads: Tensors, needs: 
     return [*rows, initial]
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    ticket = torch.empty((), dtype=torch.int64, device="cpu")
-    return v.new_empty(v.shape), v.new_empty(0, v.shape[1], q.shape[2], v.shape[2], dtype=acc_dtype(v.dtype)), ticket
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), v.new_empty(0, v.shape[1], q.shape[2], v.shape[2], dtype=acc_dtype(v.dtype))
 
 
-LINEAR = CollectiveOp("linear_attention", _linear, back=_linear_back)
-LINEAR.define(
-    6,
-    "(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? initial_state, Tensor[] handles, "
-    "float? scale, bool normalize, str kernel, str travel, bool return_state, bool[] grads) "
-    "-> (Tensor out, Tensor states, Tensor ticket)",
+LINEAR = CollectiveOp(
+    "linear_attention",
+    _linear,
     _fake,
-)
-LINEAR.define_back(
-    "(Tensor? dout, Tensor? dstates, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, "
-    "Tensor? initial_state, Tensor ticket, bool[] needs) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ddecay, Tensor dbeta, Tensor dinitial)",
-    fake_gradients(2),
+    tensors="Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? initial_state",
+    options="float? scale, bool normalize, str kernel, str travel, bool return_state",
+    results="Tensor out, Tensor states",
+    back=_linear_back,
 )

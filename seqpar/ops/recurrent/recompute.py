@@ -1,16 +1,14 @@
-"""Backward by recomputation: the gradients of a function of local tensors, from its inputs alone; and their fakes."""
+"""Backward by recomputation: the gradients of a function of local tensors, from its inputs alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.ops.core.collective_op import unneeded
 from seqpar.private import torch as torch_private
 
 _AUTOGRAD = [key for name, key in torch_private.DispatchKey.__members__.items() if name.startswith("Autograd")]
@@ -60,14 +58,3 @@ def gradients(
 ) -> list[Tensor | None]:
     """The gradients of the inputs that need one. of_results: the gradients of the function's results, None for zero."""
     return recomputed(function, inputs, needs)(of_results)
-
-
-def fake_gradients(results: int) -> Callable[..., tuple[Tensor, ...]]:
-    """The fake of an op's backward, which is given the gradients of its results, its inputs, a ticket and the needs."""
-
-    def fake(*arguments: Any) -> tuple[Tensor, ...]:
-        *inputs, _, needs = arguments[results:]
-        pairs = zip(inputs, needs, strict=False)  # results that backward reads come after the inputs
-        return tuple(x.new_empty(x.shape) if x is not None and need else unneeded(inputs) for x, need in pairs)
-
-    return fake

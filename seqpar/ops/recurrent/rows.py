@@ -235,17 +235,14 @@ def _way_back(
 
 
 def _fake(
-    x: Tensor, handles: Sequence[Tensor], what: str, reach: int, rows: int, grads: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
+    xs: Sequence[Tensor], handles: Sequence[Tensor], what: str, reach: int, rows: int, grads: Sequence[bool]
+) -> list[Tensor]:
     if isinstance(rows, int) and rows < 0:
         raise NotImplementedError(f"{what} of fake tensors, whose number of rows the plan alone knows")
-    return x.new_empty(rows, *x.shape[1:]), torch.empty((), dtype=torch.int64, device="cpu")
+    return [x.new_empty(rows, *x.shape[1:]) for x in xs]
 
 
-SHIFT, HALO = (CollectiveOp(what, _neighbours, adjoint=_way_back) for what in ("shift", "halo"))
-for _op in (SHIFT, HALO):
-    _op.define(
-        1,
-        "(Tensor x, Tensor[] handles, str what, int reach, SymInt rows, bool[] grads) -> (Tensor y, Tensor ticket)",
-        _fake,
-    )
+SHIFT, HALO = (
+    CollectiveOp(what, _neighbours, _fake, options="str what, int reach, SymInt rows", adjoint=_way_back)
+    for what in ("shift", "halo")
+)

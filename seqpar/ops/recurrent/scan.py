@@ -25,7 +25,6 @@ from seqpar.ops.core.precompute import recent_recurrent
 from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.recurrent.chain import StateChain
 from seqpar.ops.recurrent.gather import StateGather
-from seqpar.ops.recurrent.recompute import fake_gradients
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
 from seqpar.plan.recurrence import LayerBytes
@@ -144,20 +143,17 @@ def _checked(states: object, maps: object, plan: Plan, comm: Comm, travel: objec
     return LayerBytes(h, states.shape[1:].numel() * size, maps.shape[1:].numel() * size)
 
 
-def _fake(states: Tensor, maps: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return states.new_empty(states.shape, dtype=acc_dtype(states.dtype)), torch.empty(
-        (), dtype=torch.int64, device="cpu"
-    )
+def _fake(states: Tensor, *_: object) -> list[Tensor]:
+    return [states.new_empty(states.shape, dtype=acc_dtype(states.dtype))]
 
 
-SCAN = CollectiveOp("state_scan", _scan, back=_scan_back, reads_results=True)
-SCAN.define(
-    2,
-    "(Tensor states, Tensor maps, Tensor[] handles, str travel, bool[] grads) -> (Tensor entered, Tensor ticket)",
+SCAN = CollectiveOp(
+    "state_scan",
+    _scan,
     _fake,
-)
-SCAN.define_back(
-    "(Tensor? dentered, Tensor states, Tensor maps, Tensor entered, Tensor ticket, bool[] needs) "
-    "-> (Tensor dstates, Tensor dmaps)",
-    fake_gradients(1),
+    tensors="Tensor states, Tensor maps",
+    options="str travel",
+    results="Tensor entered",
+    back=_scan_back,
+    reads_results=True,
 )
