@@ -133,7 +133,7 @@ ORDER = {
         memory/copy memory/rotary
         softmax reference blockwise expanding native
         vendor/varlen vendor/library vendor/segmented
-        vendor/aten vendor/aten_flash vendor/cudnn vendor/flash2 vendor/flash3 vendor/flash4 vendor
+        vendor/aten vendor/flash vendor
         first_use preference
         recurrent/protocol recurrent/reference recurrent/chunked recurrent/steps recurrent/native
         recurrent/fla
