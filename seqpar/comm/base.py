@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from seqpar.comm.arguments import subset
 from seqpar.comm.entry import ThreadEntry, enters, uncompiled
-from seqpar.comm.failure import Owner, RootCause, waited
+from seqpar.comm.failure import Owner, RootCause, tells_of_wait, waited
 from seqpar.comm.header import AGREEING, Header, describe, hash63
 from seqpar.comm.protocol import (
     NO_FACTS,
@@ -84,41 +83,15 @@ def _agreement(scope: int, call: int) -> str:
     return f"{scope:x}/{call}"
 
 
-# the forms of a collective's first message
-AGREES, REFUSES, GATHERS = 0, 1, 2
-
-ALONG = 2048  # bytes of a gathered value that still fit the first message
+# bytes of what a rank brings to a collective that still fit the first message; all are equally long, since ranks may be
+# in different collectives
+ALONG = 2048
 
 # Up to this many ranks exchange messages with all others in one round. More ranks use rounds of pairs; each round
 # doubles the ranks whose word they know: O(log n) messages per rank instead of n - 1.
 DIRECT = 8
 REFUSED = 1 << 62  # more bytes than any pickle has
-SWAPPING = 64  # the rounds' stages come before those of the agreement
-
-_NUMBERS = struct.Struct("2q")
-
-
-class _First(NamedTuple):
-    """A collective's first message; all are equally long, since ranks may be in different collectives.
-
-    form: of the collective. number: a hash of the claim, or the length of a pickle. along: the pickle, if it has at
-    most `ALONG` bytes.
-    """
-
-    form: int
-    number: int
-    along: bytes = b""
-
-    def packed(self) -> bytes:
-        """The message as bytes."""
-        return _NUMBERS.pack(self.form, self.number) + self.along.ljust(ALONG, b"\0")
-
-    @classmethod
-    def read(cls, message: bytes) -> _First:
-        """The inverse of `packed`."""
-        form, number = _NUMBERS.unpack_from(message)
-        along = message[_NUMBERS.size :][:number] if form == GATHERS and number <= ALONG else b""
-        return cls(form, number, along)
+SWAPPING = 64  # the rounds' stages come before those of messages to all others
 
 
 C = TypeVar("C", bound=Channel)
@@ -212,22 +185,15 @@ class ProcessComm(CommBase[P]):
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`.
 
-        Up to 8 ranks send one small message to every other rank; more ranks send 24 bytes to a few others in turns. The
-        facts themselves are only sent if ranks differ.
+        Up to 8 ranks send one small message to every other rank; more ranks send 24 bytes to a few others in turns, and
+        the facts themselves only if ranks differ.
         """
         self.check()
         claim, _, error = Contribution.of(what, facts, error)
         tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (comparing arguments)")
         if claim.error is not None:
             self._channel.root_cause.note_refusal(_agreement(self._scope_id, tag.call), claim.error)
-        if self.size > DIRECT:
-            if self._double(hash63((AGREES, claim)), 0 if error is None else REFUSED, tag) == 0:
-                return
-        else:
-            first = _First(AGREES if error is None else REFUSES, hash63(claim))
-            if all(other == first for other in self._first(first, tag)) and error is None:
-                return
-        self._raise_claims(claim, AGREES, tag, error)
+        self._met(claim, b"", error, tag)
 
     @enters
     def gather(
@@ -238,29 +204,28 @@ class ProcessComm(CommBase[P]):
         self.check()
         claim, own, error = Contribution.of(what, facts, error, value)
         tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)", hint)
-        if self.size > DIRECT:
-            return self._gather_by_rounds(claim, own, tag, error)
-        packed = pickle.dumps((claim, own))
-        found = self._first(_First(GATHERS, len(packed), packed if len(packed) <= ALONG else b""), tag)
-        if any(each.form != GATHERS for each in found):
-            self._raise_claims(claim, GATHERS, tag, error)
-        lengths = [each.number for each in found]
-        if max(lengths) <= ALONG:
-            pairs = [pickle.loads(each.along) for each in found]
-        else:
-            pairs = self._swap_packed(_bytes(packed), lengths, tag._replace(stage=SWAPPING))
-        raise_first([claim for claim, _ in pairs], error)
-        return [pickle.loads(value) for _, value in pairs]
+        return [pickle.loads(each) for each in self._met(claim, own, error, tag)]
 
-    def _gather_by_rounds(self, claim: Claim, packed: bytes, tag: Tag, error: Exception | None) -> list[Any]:
-        most = self._double(hash63((GATHERS, claim)), len(packed) if error is None else REFUSED, tag)
-        if most is None or most == REFUSED:
-            self._raise_claims(claim, GATHERS, tag, error)
-            return []  # raised above if ranks differ
+    def _met(self, claim: Claim, own: bytes, error: Exception | None, tag: Tag) -> list[bytes]:
+        """What each rank brings, by rank, if their claims are equal; else raises their difference."""
+        form = tag.name.removeprefix(claim.what)
+        if self.size > DIRECT:
+            most = self._double(hash63((form, claim)), len(own) if error is None else REFUSED, tag)
+            if most is not None and most != REFUSED:
+                return self._gather_by_rounds(own, most, tag)
+            own = b""  # the claims differ
+        found = self._swap_packed(pickle.dumps((form, claim, own)), tag._replace(stage=SWAPPING))
+        mixed = len({form for form, *_ in found}) > 1
+        raise_first([claim._replace(what=claim.what + form) if mixed else claim for form, claim, _ in found], error)
+        return [own for *_, own in found]
+
+    def _gather_by_rounds(self, own: bytes, most: int, tag: Tag) -> list[bytes]:
+        """Every rank's bytes, filled up with zeros to those of the longest, of which pickle takes no notice."""
         # block i is that of the rank i places after this one; each round doubles the known blocks
         blocks = torch.zeros(self.size, most, dtype=torch.uint8, device="cpu")
-        blocks[0, : len(packed)] = _bytes(packed)
-        known = 1
+        if own:
+            blocks[0, : len(own)] = _bytes(own)
+        known = 1 if most else self.size
         while known < self.size:
             count = min(known, self.size - known)
             to, source = (self.rank - known) % self.size, (self.rank + known) % self.size
@@ -268,7 +233,7 @@ class ProcessComm(CommBase[P]):
             arrived = {source: [blocks[known : known + count]]}
             self._post_control({to: [blocks[:count]]}, arrived, tag._replace(stage=stage)).wait()
             known += count
-        return [pickle.loads(block.numpy().tobytes()) for block in blocks.roll(self.rank, 0)]
+        return [block.numpy().tobytes() for block in blocks.roll(self.rank, 0)]
 
     def _double(self, digest: int, word: int, tag: Tag) -> int | None:
         """The largest of all ranks' words, or None if their digests differ: by messages of 24 bytes between pairs.
@@ -290,8 +255,7 @@ class ProcessComm(CommBase[P]):
 
     def _naming_silent(self, error: PeerError, tag: Tag) -> PeerError:
         """The error of a round whose peer was itself waiting; it names the ranks that all wait for."""
-        reason = self._channel.cause[1] if self._channel.cause else ""
-        if "waited" not in reason:
+        if self._channel.cause is None or not tells_of_wait(self._channel.cause[1]):
             return error
         here = self._channel.root_cause.roll_call(_agreement(self._scope_id, tag.call), self._ranks)
         silent = [rank for rank in self._ranks if rank not in here]
@@ -300,24 +264,18 @@ class ProcessComm(CommBase[P]):
         reason = waited(f"in {tag.name}", self._channel.timeout, *silent, hint=tag.hint)
         return PeerError(f"rank {self._channel.rank} {reason}")
 
-    def _first(self, own: _First, tag: Tag) -> list[_First]:
-        """All ranks' first messages, by rank."""
-        tensor = _bytes(own.packed())
-        return [_First.read(each.numpy().tobytes()) for each in self._swap(tensor, [tensor] * self.size, tag)]
-
-    def _raise_claims(self, claim: Claim, form: int, tag: Tag, error: Exception | None) -> None:
-        """Raise the difference of ranks whose first messages differ; return if their claims are equal after all."""
-        packed = _bytes(pickle.dumps((form, tag.name, claim)))
-        length = torch.tensor([packed.numel()], device="cpu")
-        lengths = self._swap(length, [length] * self.size, tag._replace(stage=SWAPPING))
-        found = self._swap_packed(packed, [int(n) for n in lengths], tag._replace(stage=SWAPPING + 1))
-        mixed = len({form for form, _, _ in found}) > 1
-        raise_first([claim._replace(what=name) if mixed else claim for _, name, claim in found], error)
-
-    def _swap_packed(self, own: Tensor, lengths: Sequence[int], tag: Tag) -> list[Any]:
-        """Every rank's object, by rank, from pickles of these lengths."""
-        found = self._swap(own, [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths], tag)
-        return [pickle.loads(each.numpy().tobytes()) for each in found]
+    def _swap_packed(self, own: bytes, tag: Tag) -> list[Any]:
+        """Every rank's object, by rank, from its pickle; one too long for the first message comes in a second one."""
+        first = _bytes(len(own).to_bytes(8, "little") + own[:ALONG].ljust(ALONG, b"\0"))
+        found = [each.numpy().tobytes() for each in self._swap(first, [first] * self.size, tag)]
+        lengths = [int.from_bytes(each[:8], "little") for each in found]
+        if max(lengths) > ALONG:
+            like = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
+            found = [
+                each.numpy().tobytes() for each in self._swap(_bytes(own), like, tag._replace(stage=tag.stage + 1))
+            ]
+            return [pickle.loads(each) for each in found]
+        return [pickle.loads(each[8:]) for each in found]
 
     def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
         """Every rank's `own` CPU tensor, by rank; rank r's has the shape of ``like[r]``. Not counted in the stats."""

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +39,6 @@ CARRIERS = {"cpu": "gloo", "cuda": "nccl"}  # device type -> the backend that mo
 # gloo's numbers that are not hashes of a header
 HEADERS, HANG_UP, FIRST_FREE = 0, 1, 16
 NUMBERS = 2**31 - 2**20  # hashes; a pair's tensors count up from one
-
-
-class _Arrival(NamedTuple):
-    """What a rank says of itself in the constructor. gpu: its id, empty without NCCL. node: see `node_of`."""
-
-    gpu: str
-    node: list[str]
 
 
 class GroupChannel(ProcessChannel):
@@ -74,9 +67,8 @@ class GroupChannel(ProcessChannel):
         heard = rendezvous.hear(
             lambda: self._check(check, private, min_ctas), check=check, private=private, min_ctas=min_ctas
         )
-        ranks = [_Arrival(*found) for found in heard]
-        check_gpus("GroupComm", [rank.gpu for rank in ranks])
-        places = [rank.node for rank in ranks]
+        gpus, places = zip(*heard, strict=True)
+        check_gpus("GroupComm", gpus)
         nodes = [places.index(place) for place in places]
         node = [rank for rank in range(self.size) if nodes[rank] == nodes[self.rank]]
         if private and 1 < len({*nodes}) < self.size:
@@ -113,8 +105,8 @@ class GroupChannel(ProcessChannel):
         self.interrupt = Interrupt(weakly(self._give_up, None), weakly(self._answer, None))
         self.calls = deque(maxlen=REMEMBERED)
 
-    def _check(self, check: str, private: bool, min_ctas: int | None) -> _Arrival:
-        """What this rank says of itself. Raises for wrong arguments."""
+    def _check(self, check: str, private: bool, min_ctas: int | None) -> tuple[str, list[str]]:
+        """This rank's GPU, "" without NCCL, and its node, see `node_of`. Raises for wrong arguments."""
         check_arguments("GroupComm", self.timeout, check)
         if min_ctas is not None and (not is_integer(min_ctas) or min_ctas < 1 or not private):
             raise ValueError(
@@ -125,7 +117,7 @@ class GroupChannel(ProcessChannel):
         # per rank a connection, its listener, and what its threads wait on
         check_descriptors("GroupComm", 2 * self.size + 8)
         gpu = "" if self.gpu is None else str(torch.cuda.get_device_properties(self.gpu).uuid)
-        return _Arrival(gpu, node_of(machine()))
+        return gpu, node_of(machine())
 
     @property
     def twin(self) -> Any:

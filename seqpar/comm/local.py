@@ -127,13 +127,13 @@ class _World:
 
     def wait(self, progress: RoundsLeft) -> None:
         """Return when the exchange is complete; meanwhile move any rank's due messages."""
-        rank = progress.rank
+        rank, chain = progress.rank, self.waits.chain
         with self.lock:
             deadline = time.monotonic() + self.timeout
             self.waits.waiting[rank] = progress
             try:
                 while progress.rounds_left:
-                    self._wait_once(rank, deadline)
+                    self._idle(rank, deadline, lambda: f"waiting {chain(rank)}", lambda: chain(rank))
             finally:
                 del self.waits.waiting[rank]
             if progress.stream is not None:
@@ -143,15 +143,18 @@ class _World:
                 # afterwards: later work on this stream may reuse the memory
                 self.held.pop(progress, None)
 
-    def _wait_once(self, rank: int, deadline: float) -> None:
-        """Move due messages, or sleep until something happens; give up if nothing can help this rank."""
+    def _idle(self, rank: int, deadline: float, doing: Callable[[], str], awaits: Callable[[], str]) -> None:
+        """Move due messages, or sleep until something happens; give up if nothing can help this rank.
+
+        doing, awaits: return what it does, and what it has awaited if the time is up, in words.
+        """
         now = time.monotonic()
         if self.failure is not None:
-            self.give_up(rank, f"waiting {self.waits.chain(rank)}")
+            self.give_up(rank, doing())
         elif self.moves and self.moves[0].due <= now:
             self._deliver(now)
         elif now >= deadline:
-            self.fail(rank, f"waited {self.timeout:g} s {self.waits.chain(rank)}")
+            self.fail(rank, f"waited {self.timeout:g} s {awaits()}")
         elif not self._fail_of_cycle(rank, self.waits.awaited):
             until = min(deadline, self.moves[0].due) if self.moves else deadline
             self.wakeups[rank].wait(until - now)
@@ -173,25 +176,21 @@ class _World:
                 self.wakeups[peer].notify_all()
             deadline = time.monotonic() + self.timeout
             self.waits.agreeing[rank] = agreement
+            then = f"{DEAD}; {hint}" if hint else ""
+
+            def doing() -> str:
+                return f"agreeing on {what} and waiting for ranks {agreement.missing}"
+
+            def awaits() -> str:
+                return f"for ranks {agreement.missing} to agree on {what}{then}"
+
             try:
-                while missing := agreement.missing:
-                    self._agree_once(rank, deadline, missing, what, hint)
+                while agreement.missing:
+                    self._idle(rank, deadline, doing, awaits)
             finally:
                 del self.waits.agreeing[rank]
             self.agreements.pop(key, None)
             return [agreement.claims[peer] for peer in ranks]
-
-    def _agree_once(self, rank: int, deadline: float, missing: list[int], what: str, hint: str) -> None:
-        """Sleep until something happens, and move due messages; give up if nothing can help this rank."""
-        if self.failure is not None:
-            self.give_up(rank, f"agreeing on {what} and waiting for ranks {missing}")
-        elif time.monotonic() >= deadline:
-            then = f"{DEAD}; {hint}" if hint else ""
-            self.fail(rank, f"waited {self.timeout:g} s for ranks {missing} to agree on {what}{then}")
-        elif not self._fail_of_cycle(rank, self.waits.awaited):
-            until = min(deadline, self.moves[0].due) if self.moves else deadline
-            self.wakeups[rank].wait(max(0.0, until - time.monotonic()))
-            self._deliver(time.monotonic())
 
     def _number(self, entry: PostedRound) -> int:
         """The number of a round's queue."""

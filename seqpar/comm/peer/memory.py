@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from seqpar.comm.protocol import Comm
 
-from seqpar.comm.protocol import Comm, Tag
-
-OPENING = -3  # phase of the constructor's messages
-HELLO_BYTES = 4096
 PROCESS = secrets.token_hex(8)  # process numbers may repeat on other machines
 
 
@@ -41,16 +36,21 @@ class PeerMemory:
 
     def __init__(self, control: Comm, cuda: Any, size: int, words: int, value: int, mail: list[int]) -> None:
         self._control, self._cuda, self._others = control, cuda, dict[int, int]()
-        own, address = self._allocate(size, words, value)
-        own |= {
-            "process": f"{os.getpid()} {PROCESS}",
-            "device": cuda.index,
-            "name": cuda.name,
-            "bus": cuda.bus,
-            "at": address,
-            "mail": mail,
-        }
-        hellos: list[dict[str, Any]] = [json.loads(text) for text in self._tell(json.dumps(own), 0)]
+        own: dict[str, Any] = {"process": f"{os.getpid()} {PROCESS}", "device": cuda.index, "name": cuda.name}
+        own |= {"bus": cuda.bus, "mail": mail}
+        address = 0
+        failed: Exception | None = None
+        try:
+            address = cuda.allocate(size, words, value)
+            own |= {"at": address, "handle": cuda.export(address)}
+        except (RuntimeError, ValueError) as error:
+            failed = error
+        try:
+            hellos = control.gather("PeerComm", own, failed)
+        except (RuntimeError, ValueError):
+            if address:
+                cuda.free(address)
+            raise
         self.mails = [hello["mail"] for hello in hellos]
         self.bases, why = [address] * control.size, ""
         for peer, hello in enumerate(hellos):
@@ -64,30 +64,17 @@ class PeerMemory:
             cuda.order([hello["bus"] for hello in hellos])
         except NotImplementedError as error:
             why = why or str(error)
-        obstacles = [text for text in self._tell(why, 1) if text]
+        obstacles = [text for text in control.gather("PeerComm", why) if text]
         if obstacles:
-            self._unmap(2)
-            cuda.free(address)
+            self.close()
             raise NotImplementedError(f"PeerComm: {obstacles[0]}")
-        control.stats.reset()  # these messages are not payload
 
     def close(self) -> None:
         """Free the memory. A collective."""
-        self._unmap(3)
+        for at in self._others.values():
+            self._cuda.unmap(at)
+        self._control.agree("PeerComm", {})  # no rank frees memory that another maps
         self._cuda.free(self.bases[self._control.rank])
-
-    def _allocate(self, size: int, words: int, value: int) -> tuple[dict[str, Any], int]:
-        address = 0
-        hello: dict[str, Any] = {}
-        try:
-            with agreed(self._control):
-                address = self._cuda.allocate(size, words, value)
-                hello["handle"] = self._cuda.export(address)
-        except (RuntimeError, ValueError):
-            if address:
-                self._cuda.free(address)
-            raise
-        return hello, address
 
     def _map(self, peer: int, hello: Mapping[str, Any], process: str) -> int:
         if hello["process"] == process:
@@ -95,19 +82,3 @@ class PeerMemory:
             return int(hello["at"])
         self._others[peer] = int(self._cuda.map(hello["handle"]))
         return self._others[peer]
-
-    def _unmap(self, stage: int) -> None:
-        for at in self._others.values():
-            self._cuda.unmap(at)
-        self._tell("", stage)  # no rank frees memory that another maps
-
-    def _tell(self, text: str, stage: int) -> list[str]:
-        """Every rank's text, by rank."""
-        said = text.encode()[:HELLO_BYTES].ljust(HELLO_BYTES, b"\0")
-        own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        control = self._control
-        heard = {peer: torch.empty_like(own) for peer in range(control.size) if peer != control.rank}
-        sends, recvs = {peer: [own] for peer in heard}, {peer: [x] for peer, x in heard.items()}
-        control.exchange(sends, recvs, tag=Tag(0, 0, OPENING, stage)).wait()
-        everyone = [heard.get(rank, own) for rank in range(control.size)]
-        return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in everyone]
