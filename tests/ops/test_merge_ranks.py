@@ -119,3 +119,10 @@ def test_ranks_with_other_rows_are_named() -> None:
             seqpar.merge_ranks(torch.zeros(rows, 1, 4), torch.zeros(rows, 1), comm)
 
     run_threads(2, rank)
+
+
+def test_what_a_rank_says_of_rows_that_see_nothing_is_ignored_on_one_rank_too() -> None:
+    out, lse = torch.full((3, 2, 4), torch.nan), torch.zeros(3, 2)
+    out[1], lse[0], lse[2] = 1.0, -torch.inf, -torch.inf
+    merged, total = seqpar.merge_ranks(out, lse, LocalComm())
+    assert torch.equal(merged, out.nan_to_num(0.0)) and torch.equal(total, lse)

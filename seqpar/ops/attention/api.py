@@ -7,9 +7,8 @@ from typing import Literal, overload
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.ops.attention.op import ATTENTION
+from seqpar.ops.attention.op import ATTENTION, attended
 from seqpar.ops.attention.signature import Accuracy, Options
-from seqpar.ops.attention.source import values_of
 from seqpar.ops.core.device import autocasts
 from seqpar.plan import Plan
 
@@ -102,13 +101,7 @@ def attention(
 
     Source: Liu et al. 2023 (Ring Attention); Jacobs et al. 2023 (DeepSpeed-Ulysses); Dao 2023 (FlashAttention-2).
     """
-    if isinstance(dropout_seed, int) and not -(2**63) <= dropout_seed < 2**63:  # what an op takes
-        dropout_seed = (dropout_seed + 2**63) % 2**64 - 2**63
-    values = values_of("attention", plan, comm)
     options = Options(
         scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse, return_max_logit
     )
-    out, lse, top = ATTENTION((*autocasts([q, k, v]), sinks, alibi_slopes), values, *options)
-    if not (return_lse or return_max_logit):
-        return out
-    return out, *([lse.t()] if return_lse else []), *([top.detach()] if return_max_logit else [])
+    return attended(ATTENTION, [*autocasts([q, k, v]), sinks, alibi_slopes], plan, comm, options)

@@ -16,9 +16,17 @@ from torch import Tensor
 from seqpar.comm import Comm
 from seqpar.kernels.expanding import Expanding
 from seqpar.ops.attention.call import Call
-from seqpar.ops.attention.op import OPTIONS, RESULTS, agreed_call, computed, differentiated, fake_results
+from seqpar.ops.attention.op import (
+    OPTIONS,
+    RESULTS,
+    agreed_call,
+    attended,
+    computed,
+    differentiated,
+    fake_results,
+)
 from seqpar.ops.attention.signature import Accuracy, Expansion, Options
-from seqpar.ops.attention.source import resolved, values_of
+from seqpar.ops.attention.source import resolved
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors
 from seqpar.ops.core.device import autocasts
 from seqpar.plan import Plan
@@ -99,9 +107,6 @@ def latent_attention(
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
     """
-    if isinstance(dropout_seed, int) and not -(2**63) <= dropout_seed < 2**63:  # what an op takes
-        dropout_seed = (dropout_seed + 2**63) % 2**64 - 2**63
-    values = values_of("latent_attention", plan, comm)
     options = Options(
         scale, softcap, dropout_p, dropout_seed, deterministic, kernel, accuracy, return_lse, return_max_logit
     )
@@ -109,10 +114,7 @@ def latent_attention(
         rotated = latent.detach()[..., :0]
     rows = [x.unsqueeze(1) if isinstance(x, Tensor) and x.dim() else x for x in (latent, rotated)]
     tensors = [*autocasts([q, *rows, w_k, w_v]), sinks]
-    out, lse, top = LATENT_ATTENTION(tensors, values, *options, expand_bytes)
-    if not (return_lse or return_max_logit):
-        return out
-    return out, *([lse.t()] if return_lse else []), *([top.detach()] if return_max_logit else [])
+    return attended(LATENT_ATTENTION, tensors, plan, comm, options, expand_bytes)
 
 
 def _run(tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any) -> tuple[Tensors, Tensors, Call]:

@@ -43,7 +43,8 @@ def merge_ranks(out: Tensor, lse: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
         call.facts = {"shape": list(out.shape), "dtype": lse.dtype, "device": out.device.type}
     parts = torch.empty(comm.size, *out.shape[:2], out.shape[2] + 1, dtype=lse.dtype, device=out.device)
     own = parts[comm.rank]
-    own[..., :-1], own[..., -1] = out, lse
+    own[..., :-1] = out.masked_fill((lse == -torch.inf)[..., None], 0.0)  # merging ignores it, and one rank merges none
+    own[..., -1] = lse
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     if peers:
         tag = Tag(call.digest, comm.next_call(), 0, 0, "merge_ranks")

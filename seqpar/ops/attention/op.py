@@ -26,7 +26,7 @@ from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, prepare,
 from seqpar.ops.attention.rows import leading, near
 from seqpar.ops.attention.schedule import backward, forward, largest
 from seqpar.ops.attention.signature import Expansion, Options, Signature, check_tensors, signature_of
-from seqpar.ops.attention.source import resolved
+from seqpar.ops.attention.source import resolved, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, gathering, remember
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls
 from seqpar.ops.core.device import current_device_of, no_autocast
@@ -43,6 +43,19 @@ OPTIONS = (
     "bool return_lse, bool return_max_logit"
 )
 RESULTS = "Tensor out, Tensor lse, Tensor top"
+
+
+def attended(
+    op: CollectiveOp, tensors: Sequence[Any], plan: Plan | Tensor, comm: Comm | None, options: Options, *more: Any
+) -> Tensor | tuple[Tensor, ...]:
+    """What a verb returns: out[, lse][, max_logit], out alone by default. more: options of the op alone."""
+    seed = options.dropout_seed
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**63:  # what an op takes
+        options = options._replace(dropout_seed=(seed + 2**63) % 2**64 - 2**63)
+    out, lse, top = op(tensors, values_of(op.name, plan, comm), *options, *more)
+    if not (options.return_lse or options.return_max_logit):
+        return out
+    return out, *([lse.t()] if options.return_lse else []), *([top.detach()] if options.return_max_logit else [])
 
 
 def _run(tensors: Sequence[Any], values: Sequence[Any], *options_and_grads: Any) -> tuple[Tensors, Tensors, Call]:

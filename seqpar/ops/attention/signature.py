@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,11 +169,8 @@ def signature_of(
         raise NotImplementedError("softcap has no gradient; detach it")
     if options.dropout_seed is not None and not isinstance(options.dropout_seed, Integral):
         raise ValueError(f"dropout_seed must be an integer, got {options.dropout_seed!r}")
-    try:
-        scale = dim**-0.5 if options.scale is None else float(options.scale)
-        softcap, dropout_p = float(options.softcap), float(options.dropout_p)
-    except (TypeError, ValueError, OverflowError):
-        raise _no_number(options) from None
+    scale = dim**-0.5 if options.scale is None else _number("scale", options.scale)
+    softcap, dropout_p = _number("softcap", options.softcap), _number("dropout_p", options.dropout_p)
     # scores are computed in single precision, or in double precision of fp64
     least, most = (0.0, sys.float_info.max) if q.dtype is torch.float64 else (SINGLE.tiny, SINGLE.max)
     if not abs(scale) <= most:
@@ -213,15 +210,11 @@ def check_accuracy(accuracy: object) -> None:
         raise ValueError(f"accuracy must be 'exact' or 'fast', got {accuracy!r:.200}")
 
 
-def _no_number(options: Options) -> TypeError:
-    """The error for an option that is not a number."""
-    for name in ("scale", "softcap", "dropout_p"):
-        value = getattr(options, name)
-        try:
-            float(0.0 if name == "scale" and value is None else value)
-        except (TypeError, ValueError, OverflowError):
-            return TypeError(f"{name} must be a number, got {value!r:.200}")
-    raise AssertionError(f"numbers: {options}")
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be a number, got {value!r:.200}") from None
 
 
 def check_tensors(

@@ -39,17 +39,18 @@ def resolved(values: Sequence[Any], options: Options) -> tuple[Plan, Comm, Optio
 
     Raises: ValueError for the handle of other values.
     """
-    source, *given = values if isinstance(values[0], PlanSource) else (None, *values)
-    by_handle = bool(given) and isinstance(given[-1], Tensor)
+    plan, comm, seed = _given(values, options.dropout_seed)
+    return plan, comm, options if seed == options.dropout_seed else options._replace(dropout_seed=seed)
+
+
+def _given(values: Sequence[Any], seed: int | None) -> Given:
+    by_handle = isinstance(values[-1], Tensor)
     if by_handle:
-        given = [*given[:-1], *carried(given[-1])]
-    if by_handle or len(given) not in (0, 2):
-        given = checked_values(given, Plan)
-    if source is None:
-        plan, comm = given
-        return plan, comm, options
-    plan, comm, seed = source.now(given, options.dropout_seed)
-    return plan, comm, options._replace(dropout_seed=seed)
+        values = [*values[:-1], *carried(values[-1])]
+    source, *given = values if isinstance(values[0], PlanSource) else (None, *values)
+    if (by_handle or len(given) != 2) and (given or source is None):
+        given = list(checked_values(given, Plan))
+    return Given(*given, seed) if source is None else source.now(given, seed)
 
 
 def values_of(what: str, plan: Plan | Tensor, comm: Comm | None) -> list[Any]:
@@ -64,14 +65,7 @@ def plan_and_comm(what: str, values: Sequence[Any]) -> tuple[Plan, Comm]:
 
     `check_plan` follows, where other ranks hear of its errors.
     """
-    by_handle = len(values) == 1 and isinstance(values[0], Tensor)
-    if by_handle:
-        values = carried(values[0])
-    if len(values) == 1 and isinstance(values[0], PlanSource):
-        values = values[0].now([], None)[:2]
-    elif by_handle or len(values) != 2:
-        values = checked_values(values, Plan)
-    plan, comm = values
+    plan, comm, _ = _given(values, None)
     check_comm(what, comm)
     return plan, comm
 

@@ -47,6 +47,18 @@ class agreement:
     def __enter__(self) -> agreement:
         return self
 
+    def of(self, owner: Any, facts: Mapping[str, object], *, apart: bool = False) -> None:
+        """Set the facts, and their digest, which the owner, a plan or a layout, caches.
+
+        apart: ranks that have compared the plan, and such a call under another one, need not compare them together.
+        """
+        self.facts = facts
+        if self.comm.size > 1:
+            key = self.what, *facts.values()
+            self.digest = owner.memo(key, lambda: digest_of_call(self.what, facts))
+            if apart:
+                self.keys = owner.memo(("keys", key), lambda: plan_and_call_keys(self.what, owner, facts))
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.comm.size == 1 or not isinstance(error, (Exception, type(None))):
             return

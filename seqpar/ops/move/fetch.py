@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
-from seqpar.ops.core.agreement import agreement, digest_of_call, plan_fact
+from seqpar.ops.core.agreement import agreement, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, check_dense
 from seqpar.ops.core.regions import check_repetition
 from seqpar.ops.move.relayout import MoveRecord, Moves, moved, way_back
@@ -72,8 +72,9 @@ def _run(
                 f"fetch: rows={rows}, but rank {comm.rank} gets {moves.rows_out}; give "
                 "len(plan.fetched(rank).positions)"
             )
-        key = "fetch", tuple([(x.dtype, x.device.type, x.shape[1:]) for x in xs]), tuple(grads)
-        call.facts, call.digest = plan.memo(key, lambda: _facts(plan, xs, grads))
+        facts: dict[str, object] = {"plan": plan_fact(plan), "requires grad": tuple(grads)}
+        facts |= {"dtype": tuple([x.dtype for x in xs]), "device": tuple([x.device.type for x in xs])}
+        call.of(plan, facts | {"other dims": tuple([tuple(x.shape[1:]) for x in xs])})
     check_repetition("fetch", comm, plan, "plan")
     return moved(xs, comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "fetch (forward)"))
 
@@ -94,15 +95,6 @@ def _check_tensors(xs: Sequence[object], rows: int, rank: int) -> None:
 def _moves(plan: Plan, rank: int) -> Moves:
     fetched = plan.fetch_table(rank)
     return Moves(fetched.sends, fetched.recvs, plan.rows(rank, "kv"), fetched.positions.size, copied=True)
-
-
-def _facts(plan: Plan, xs: Sequence[Tensor], grads: Sequence[bool]) -> tuple[dict[str, object], int]:
-    """The facts of a call that ranks compare, and their digest."""
-    facts: dict[str, object] = {
-        "plan": plan_fact(plan), "dtype": [x.dtype for x in xs], "device": [x.device.type for x in xs],
-        "other dims": [list(x.shape[1:]) for x in xs], "requires grad": list(grads),
-    }  # fmt: skip
-    return facts, digest_of_call("fetch", facts)
 
 
 def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], rows: int, grads: Sequence[bool]) -> list[Tensor]:

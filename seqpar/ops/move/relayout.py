@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -58,13 +58,18 @@ class Moves(Memo):
         return Moves(self.recvs, self.sends, self.rows_out, self.rows_in, self.summed, self.copied, self._memo)
 
     def on(self, device: torch.device) -> Uploaded:
-        """The row numbers on a device, uploaded once per stream: see `seqpar.ops.attention.call.uploaded`."""
-        arrays = [x for side in (self.sends, self.recvs) for x in side.values() if isinstance(x, np.ndarray)]
+        """The row numbers on a device: see `rows_on`."""
+        return rows_on(self, (x for side in (self.sends, self.recvs) for x in side.values()), device)
 
-        def make() -> Uploaded:
-            return Uploaded(dict(zip(map(id, arrays), row_numbers(arrays, device), strict=True)))
 
-        return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
+def rows_on(owner: Memo, rows: Iterable[Rows], device: torch.device) -> Uploaded:
+    """Row numbers on a device, uploaded once per stream and cached: see `seqpar.ops.attention.call.uploaded`."""
+
+    def make() -> Uploaded:
+        arrays = [x for x in rows if isinstance(x, np.ndarray)]
+        return Uploaded(dict(zip(map(id, arrays), row_numbers(arrays, device), strict=True)))
+
+    return owner.memo(stream_of(device), make)  # type: ignore[no-any-return]
 
 
 @uncompiled
@@ -114,7 +119,7 @@ def _facts_of(x: Tensor, src: Layout, dst: Layout, *, grad: bool) -> dict[str, o
 
 def facts_of_rows(x: Tensor, grad: bool) -> dict[str, object]:
     """What must be equal on all ranks of a tensor whose rows are exchanged."""
-    return {"dtype": x.dtype, "device": x.device.type, "other dims": list(x.shape[1:]), "requires grad": grad}
+    return {"dtype": x.dtype, "device": x.device.type, "other dims": tuple(x.shape[1:]), "requires grad": grad}
 
 
 def _rows_of(comm: Comm, dst: Layout) -> int:
@@ -291,10 +296,7 @@ def _relayout(
         # by its digest: two layouts that refer to each other are only freed by garbage collection
         moves = src.memo(("to", dst.digest(), comm.rank), lambda: moves_between(src, dst, comm.rank))
         _check_rows(rows, moves, comm)
-        call.facts = _facts_of(x, src, dst, grad=grads[0])
-        if comm.size > 1:
-            key = "relayout", dst.digest(), x.dtype, x.device.type, x.shape[1:], grads[0]
-            call.digest = src.memo(key, lambda: digest_of_call("relayout", call.facts))
+        call.of(src, _facts_of(x, src, dst, grad=grads[0]))
     check_repetition("relayout", comm, (src, dst), "layout")
     return moved([x], comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "relayout (forward)"))
 
@@ -307,10 +309,7 @@ def _unshard(
     with agreement("unshard", comm) as call:
         moves = plan.memo(("unshard", side, comm.rank), lambda: _copies(plan, side, comm))
         _check_rows(rows, moves, comm)
-        call.facts = {"plan": plan_fact(plan), "dim": dim, "side": side} | facts_of_rows(x, grads[0])
-        if comm.size > 1:
-            key = "unshard", side, dim, x.dtype, x.device.type, x.shape[1:], grads[0]
-            call.digest = plan.memo(key, lambda: digest_of_call("unshard", call.facts))
+        call.of(plan, {"plan": plan_fact(plan), "dim": dim, "side": side} | facts_of_rows(x, grads[0]))
     check_repetition("unshard", comm, (plan, side, dim), "plan")
     return moved([x], comm, moves, Tag(call.digest, comm.next_call(), 0, 0, "unshard (forward)"))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,9 @@ from torch import Tensor
 
 from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo
-from seqpar.ops.core.device import Uploaded, stream_of
+from seqpar.ops.core.device import Uploaded
 from seqpar.ops.move.pack import post, rows_of
-from seqpar.ops.move.relayout import row_numbers
+from seqpar.ops.move.relayout import rows_on
 from seqpar.ops.recurrent.maps import applied, applied_transposed, gradient_of_maps
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.steps import Rows, as_rows, count
@@ -113,14 +114,9 @@ class StateChain(Memo):
         return x.view(x.shape[0] * self.blocks, x.shape[1] // self.blocks, *x.shape[2:])
 
     def _on(self, device: torch.device) -> Uploaded:
-        """The row numbers on a device, uploaded once per stream."""
-
-        def make() -> Uploaded:
-            sides = [(h.folded, *h.sends.values(), *h.recvs.values()) for h in (*self.forth, *self.back)]
-            every = [self.continuing, *(x for side in sides for x in side if isinstance(x, np.ndarray))]
-            return Uploaded(dict(zip(map(id, every), row_numbers(every, device), strict=True)))
-
-        return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
+        hops = (*self.forth, *self.back)
+        rows = (x for hop in hops for x in (hop.folded, *hop.sends.values(), *hop.recvs.values()))
+        return rows_on(self, chain([self.continuing], rows), device)
 
 
 def _hops(depth: Ints, to: Ints, source: Ints, blocks: int) -> list[Hop]:

@@ -18,7 +18,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.attention.source import plan_and_comm
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_and_call_keys, plan_fact
+from seqpar.ops.core.agreement import abort_on_error, agreement, plan_fact
 from seqpar.ops.core.collective_op import Tensors, check_dense
 from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.device import no_autocast
@@ -77,17 +77,14 @@ def computed(
         v, (*_, rates, initial) = tensors[2], tensors
         way = way_of_layer(plan, travel, asked.layer)
         recent_recurrent.note(comm, tables_of, travel, asked.layer, asked.kernel, v.device)
-        agreed.facts = {
+        facts = {
             "plan": plan_fact(plan), "dtype": v.dtype, "device": v.device.type, **asked.facts,
             "initial": initial is not None, "scale": asked.scale, "normalize": asked.normalize,
             "kernel": asked.kernel.name, "travel": way[:2], "return_state": bool(return_state),
             # where rows move, a rank computes gradients of rows of others
             "requires grad": True in grads if way.inside is None else tuple(grads),
         }  # fmt: skip
-        if comm.size > 1:
-            key = name, *agreed.facts.values()
-            agreed.digest = plan.memo(key, lambda: digest_of_call(name, agreed.facts))
-            agreed.keys = plan.memo(("keys", key), lambda: plan_and_call_keys(name, plan, agreed.facts))
+        agreed.of(plan, facts, apart=True)
         if comm.check_every == "call":
             equal = {"rates": rates, "initial_state": initial}
             agreed.values = {f"a hash of {title}": hashed(x) for title, x in equal.items() if x is not None}

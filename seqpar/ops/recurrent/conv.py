@@ -24,7 +24,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.value import Ints, Memo, cached
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import plan_and_comm, values_of
-from seqpar.ops.core.agreement import agreement, digest_of_call, plan_and_call_keys, plan_fact
+from seqpar.ops.core.agreement import agreement, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
 from seqpar.ops.core.device import autocasts, no_autocast, stream_of
 from seqpar.ops.core.precompute import recent_recurrent
@@ -156,14 +156,7 @@ def _conv(
         recent_recurrent.note(comm, tables_of, reach, size, travel)
         own = {"plan": plan_fact(plan), "taps": reach + 1, "activation": activation, "bias": bias is not None}
         own["travel"] = way.travel
-        call.facts = own | facts_of_rows(x, True in grads)
-        if comm.size > 1:
-            key = (
-                "causal_conv1d", reach, activation, bias is None, way.travel, x.dtype, x.device.type, x.shape[1:],
-                True in grads,
-            )  # fmt: skip
-            call.digest = plan.memo(key, lambda: digest_of_call("causal_conv1d", call.facts))
-            call.keys = plan.memo(("keys", key), lambda: plan_and_call_keys("causal_conv1d", plan, call.facts))
+        call.of(plan, own | facts_of_rows(x, True in grads), apart=True)
     stamp = hash((plan, activation, way, id(comm.stats), comm.rank))
     check_repetition("causal_conv1d", comm, stamp, "plan, activation or travel")
     rows, laid, relaid = tables_of(plan, comm.rank, reach, size, travel)

@@ -33,7 +33,7 @@ from seqpar.facts.value import Ints, Memo, cached
 from seqpar.kernels.recurrent import RecurrentKernel
 from seqpar.ops.core.device import Uploaded, stream_of
 from seqpar.ops.move.pack import post, rows_of
-from seqpar.ops.move.relayout import row_numbers
+from seqpar.ops.move.relayout import rows_on
 from seqpar.ops.recurrent.local import LocalRuns
 from seqpar.ops.recurrent.rows import document_runs
 from seqpar.plan import Plan
@@ -138,14 +138,9 @@ class StatePipeline(Memo):
 
     def on(self, device: torch.device) -> Uploaded:
         """The row numbers on a device, uploaded once per stream."""
-
-        def make() -> Uploaded:
-            levels = [*self.forth.values(), *self.back.values()]
-            sides = [(s.runs, s.rows, *s.sends.values(), *s.recvs.values()) for s in levels]
-            every = [x for side in sides for x in side if isinstance(x, np.ndarray)]
-            return Uploaded(dict(zip(map(id, every), row_numbers(every, device), strict=True)))
-
-        return self.memo(stream_of(device), make)  # type: ignore[no-any-return]
+        levels = (*self.forth.values(), *self.back.values())
+        rows = (x for s in levels for x in (s.runs, s.rows, *s.sends.values(), *s.recvs.values()))
+        return rows_on(self, rows, device)
 
 
 def _equal(one: Rows, other: Rows) -> bool:

@@ -51,18 +51,15 @@ class ContiguousRows:
 
     def there(self, xs: Sequence[Tensor | None], comm: Comm, tag: Tag) -> list[Tensor | None]:
         """Rows, or gradients of results, in the contiguous layout. A collective."""
-        given = [x for x in xs if x is not None]
-        moved = iter(exchanged(given, comm, [self.rows] * len(given), _tag(tag, 1)))
-        return [None if x is None else next(moved) for x in xs]
+        return _moved(xs, self.rows, comm, _tag(tag, 1))
 
     def home(self, xs: Sequence[Tensor | None], comm: Comm, tag: Tag) -> list[Tensor | None]:
         """Results, or gradients of rows, in the plan's layout; zeros for its pads. A collective."""
-        given = [x for x in xs if x is not None]
-        moved = exchanged(given, comm, [self.rows.transposed()] * len(given), _tag(tag, 2))
-        for y in moved:
-            y[self.rows.rows_out :] = 0  # as many rows as tokens
-        back = iter(moved)
-        return [None if x is None else next(back) for x in xs]
+        ys = _moved(xs, self.rows.transposed(), comm, _tag(tag, 2))
+        for y in ys:
+            if y is not None:
+                y[self.rows.rows_out :] = 0  # as many rows as tokens
+        return ys
 
     def final_home(self, states: Tensor, comm: Comm, tag: Tag) -> Tensor:
         """The states that documents end with, on the ranks that hold their last row. A collective."""
@@ -71,6 +68,12 @@ class ContiguousRows:
     def final_there(self, grads: Tensor, comm: Comm, tag: Tag) -> Tensor:
         """The gradients of those states, on the ranks that computed them. A collective."""
         return exchanged([grads], comm, [self.final.transposed()], _tag(tag, 3))[0]
+
+
+def _moved(xs: Sequence[Tensor | None], moves: Moves, comm: Comm, tag: Tag) -> list[Tensor | None]:
+    given = [x for x in xs if x is not None]
+    moved = iter(exchanged(given, comm, [moves] * len(given), tag))
+    return [None if x is None else next(moved) for x in xs]
 
 
 def _tag(tag: Tag, nth: int) -> Tag:

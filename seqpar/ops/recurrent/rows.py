@@ -28,7 +28,7 @@ from seqpar.facts.value import MOST, Ints, Memo, cached, is_integer
 from seqpar.kernels import acc_dtype
 from seqpar.kernels.memory.copy import Pair, copy
 from seqpar.ops.attention.source import check_plan, plan_and_comm, values_of
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
+from seqpar.ops.core.agreement import abort_on_error, agreement, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, Record, check_dense
 from seqpar.ops.core.device import stream_of
 from seqpar.ops.core.precompute import recent_recurrent
@@ -202,10 +202,7 @@ def _neighbours(
             )
         row_map = RowMap.of(plan, comm.rank, what, reach)
         recent_recurrent.note(comm, RowMap.of, what, reach)
-        call.facts = {"plan": plan_fact(plan), "reach": reach} | facts_of_rows(x, grads[0])
-        if comm.size > 1:
-            key = what, reach, x.dtype, x.device.type, x.shape[1:], grads[0]
-            call.digest = plan.memo(key, lambda: digest_of_call(what, call.facts))
+        call.of(plan, {"plan": plan_fact(plan), "reach": reach} | facts_of_rows(x, grads[0]))
     check_repetition(what, comm, (plan, reach), "plan")
     return _moved(x, row_map, False, comm, Tag(call.digest, comm.next_call(), 0, 0, f"{what} (forward)"))
 

@@ -18,7 +18,7 @@ from seqpar.comm import Comm, Tag
 from seqpar.facts.value import cached
 from seqpar.kernels import acc_dtype
 from seqpar.ops.attention.source import check_plan, plan_and_comm
-from seqpar.ops.core.agreement import abort_on_error, agreement, digest_of_call, plan_fact
+from seqpar.ops.core.agreement import abort_on_error, agreement, plan_fact
 from seqpar.ops.core.collective_op import CollectiveOp, Record, Tensors, check_dense
 from seqpar.ops.core.device import no_autocast
 from seqpar.ops.core.precompute import recent_recurrent
@@ -90,13 +90,11 @@ def _scan(
         layer = _checked(states, maps, plan, comm, travel)
         way = way_of_states(plan, travel, layer)
         recent_recurrent.note(comm, tables_of, travel, layer)
-        call.facts = {
+        facts = {
             "plan": plan_fact(plan), "dtypes": (states.dtype, maps.dtype), "device": states.device.type,
             "dims": (states.shape[1:], maps.shape[1:]), "travel": way[:2], "requires grad": True in grads,
         }  # fmt: skip
-        if comm.size > 1:
-            key = "state_scan", *call.facts.values()
-            call.digest = plan.memo(key, lambda: digest_of_call("state_scan", call.facts))
+        call.of(plan, facts)
     stamp = hash((plan, way[:2], id(comm.stats), comm.rank))
     check_repetition("state_scan", comm, stamp, "plan or travel")
     tag = Tag(call.digest, comm.next_call(), 0, 0, "state_scan")
