@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from seqpar.foreign import name_of
-from seqpar.private.diffusers import hooks_of, streams_of
+from seqpar.private.diffusers import HOOKS, hooks_of, streams_of
 
 Named = Sequence[tuple[str, nn.Module]]  # a model and all modules in it, by name: one walk serves several checks
 HARMLESS = (
@@ -52,5 +52,6 @@ def _skips_all(hook: Any) -> bool:
 def _hooks_of(named: Named) -> Iterator[tuple[str, str, object]]:
     """The hooks of diffusers in a model: the module's name, the name of registration, the hook."""
     for path, module in named:
-        for key, hook in hooks_of(module).items():
-            yield path, key, hook
+        if HOOKS in module.__dict__:
+            for key, hook in hooks_of(module).items():
+                yield path, key, hook

@@ -32,7 +32,7 @@ from seqpar.facts.mask import Mask
 from seqpar.ops import unshard
 from seqpar.plan import Plan
 from seqpar.private import torch as torch_private
-from seqpar.private.torch import tree_flatten, tree_unflatten
+from seqpar.private.torch import tree_leaves, tree_map
 from seqpar.trial.segments import RowPlace, RowSegment, RowSegments, held, ranges, total
 
 
@@ -186,7 +186,9 @@ _OF_ANY_SHAPE = {
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of torch, of arguments some of which are rows."""
-    flat, spec = tree_flatten((args, kwargs))
+    flat = [*args, *kwargs.values()]
+    if any(isinstance(x, (list, tuple, dict)) for x in flat):
+        flat = tree_leaves(flat)
     first = next(x for x in flat if isinstance(x, RankRows))
     if func == Tensor.shape.__get__:
         return whole_shape(first)
@@ -199,7 +201,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     out = _row_by_row(func, args, kwargs, first)
     if out is NotImplemented:
         _refuse_writes(func, args, kwargs)
-        args, kwargs = tree_unflatten([whole(x) for x in flat], spec)
+        args, kwargs = tree_map(whole, (args, kwargs))
         return func(*args, **kwargs)
     for x in flat:  # whose gradient is a share, since it met some rows
         first.owner.cuts += isinstance(x, Tensor) and not isinstance(x, RankRows) and x.grad_fn is not None
@@ -239,26 +241,24 @@ def _row_by_row(func: Any, args: Any, kwargs: Any, first: RankRows) -> Any:
 
 
 def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any, first: RankRows) -> Any:
-    place, owner, dims, new = first.place, first.owner, Tensor.dim(first), list[Any]()
-    flat, spec = tree_flatten((args, kwargs))
-    in_place = func in _IN_PLACE
+    place, dims, in_place = first.place, Tensor.dim(first), func in _IN_PLACE
     if kwargs.get("out") is not None or (in_place and not isinstance(args[0], RankRows)):
         return NotImplemented
-    for number, x in enumerate(flat):
+    own = list[Any]()
+    for x in (*args, *kwargs.values()):
         if isinstance(x, RankRows):
             if x.place != place or Tensor.dim(x) != dims:
                 return NotImplemented
-            x = x if in_place and not number else local(x)
+            x = x if in_place and not own else local(x)
         elif isinstance(x, Tensor) and x.dim() >= dims - place.dim:
             at = x.dim() - dims + place.dim
             if at < 0 or x.dim() > dims or x.shape[at] not in (1, total(place.segments)) or func is Tensor.view_as:
                 return NotImplemented
             if x.shape[at] > 1:
-                x = cut(x, RowPlace(at, place.segments), owner)
-        new.append(x)
-    args, kwargs = tree_unflatten(new, spec)
-    out = func(*args, **kwargs)
-    return out if in_place else rows_of(out, place, owner)
+                x = cut(x, RowPlace(at, place.segments), first.owner)
+        own.append(x)
+    out = func(*own[: len(args)], **dict(zip(kwargs, own[len(args) :])))
+    return out if in_place else rows_of(out, place, first.owner)
 
 
 def _along_the_last_dim(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

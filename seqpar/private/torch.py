@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -68,7 +68,7 @@ number_of_node = names.attribute("_sequence_nr")
 parameters_of, buffers_of = names.attribute("_parameters"), names.attribute("_buffers")
 forward_hooks, forward_pre_hooks = names.attribute("_forward_hooks"), names.attribute("_forward_pre_hooks")
 backward_hooks, backward_pre_hooks = names.attribute("_backward_hooks"), names.attribute("_backward_pre_hooks")
-TENSORS = "_parameters", "_buffers"
+TENSORS, HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
 wrapped_call = names.attribute("_wrapped_call_impl")
 COMPILED = names.key("_compiled_call_impl")
 FLAT = "_flat_param"  # the parameter of a module under FSDP1, whose others have the mark
@@ -126,13 +126,14 @@ def has_hooks(module: Any) -> bool:
     return any(hooks(module) for hooks in several) or names.has_any_global_hook()
 
 
-def uncompiled_calls(module: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of a compiled module, and what they are without a compiler."""
-    if getattr(module, COMPILED) is not None:
-        yield COMPILED, None
+def uncompiled_calls(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, str, Any]]:
+    """Name, module and attribute of each compiled call, and what the attribute is without a compiler."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        yield "forward", module._orig_mod.__call__
+    for path, module in named:
+        if COMPILED in module.__dict__ and module.__dict__[COMPILED] is not None:
+            yield path, module, COMPILED, None
+        if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+            yield path, module, "forward", module._orig_mod.__call__
 
 
 def compiled_alike(compiled: Any, function: Callable[..., Any], mode: type) -> tuple[Callable[..., Any], bool]:

@@ -235,7 +235,6 @@ def saved(model: nn.Module, arguments: Iterable[Any] = ()) -> Iterator[SavedStat
 def eager(model: nn.Module) -> Iterator[None]:
     """Run the model uncompiled: compiling for two runs would not pay."""
     with ExitStack() as stack:
-        for module in model.modules():
-            for name, uncompiled in uncompiled_calls(module):
-                stack.enter_context(replaced(module, {name: uncompiled}))
+        for _, module, name, uncompiled in uncompiled_calls(model.named_modules()):
+            stack.enter_context(replaced(module, {name: uncompiled}))
         yield

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ from seqpar.integrations.diffusers.forward import BlockCall, OtherValues, Shared
 from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole_shape
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import known_regions
-from seqpar.private.torch import forward_hooks, forward_pre_hooks, parameters_of, tree_flatten, tree_unflatten
+from seqpar.private.torch import HOOKS, TENSORS, tree_flatten, tree_unflatten
 from seqpar.trial.blocks import Draws, Finding, find
 from seqpar.trial.identity import code_of, own_forward
 from seqpar.trial.readings import GivenRows
@@ -26,7 +26,7 @@ from seqpar.trial.segments import held
 
 PLAIN = {bool, int, float, str, type(None)}
 NOT_SAID = nn.Module().__dict__.keys() - {"training"} | {"forward"}
-OF_MODULES = parameters_of, forward_hooks, forward_pre_hooks
+TABLES = TENSORS[0], *HOOKS  # of a module
 
 
 def blocks_of(
@@ -55,41 +55,50 @@ def blocks_of(
                 yield f"{path}.{name}", block, path not in whole
 
 
-def kinds_of(named: Named, blocks: Collection[str]) -> dict[str, int]:
-    """A number for what each block runs: classes, forwards, hooks, and attributes of its modules and processors."""
-    facts: dict[str, list[Any]] = {name: [] for name in blocks}
-    within, own = "", list[Any]()
+def kinds_of(named: Named, blocks: Collection[str]) -> dict[str, Hashable]:
+    """What each block runs: classes, forwards, hooks, and attributes of its modules and processors.
+
+    named: in the order of `nn.Module.named_modules`, in which a block's modules follow it.
+    """
+    facts, around = {name: list[Any]() for name in blocks}, list[tuple[str, list[Any]]]()
     for path, module in named:
+        while around and not path.startswith(around[-1][0]):
+            around.pop()
         if path in facts:
-            within, own = f"{path}.", facts[path]
-        elif not within or not path.startswith(within):
+            around.append((f"{path}.", facts[path]))
+        if not around:
             continue
-        attributes = module.__dict__
-        own += [path[len(within) :], type(module), code_of(type(module).forward), *_attributes(module)]
+        attributes, kind = module.__dict__, type(module)
+        own = [kind, _code_of(kind.forward), *_attributes(attributes)]
         if "forward" in attributes:
             own.append(own_forward(module))
-        for each in OF_MODULES:
-            if some := each(module):
+        for key in TABLES:
+            if key in attributes and (some := attributes[key]):
                 own += [k if x is None else code_of(x) for k, x in some.items() if x is None or callable(x)]
-        if (processor := attributes.get("processor")) is not None:
-            own += [type(processor), *_attributes(processor)]
-    return {name: hash(tuple(each)) for name, each in facts.items()}
+        if "processor" in attributes:
+            processor = attributes["processor"]
+            own += [type(processor), *_attributes(getattr(processor, "__dict__", {}))]
+        for within, each in around:
+            each += path[len(within) :], *own
+    return {name: tuple(each) for name, each in facts.items()}
 
 
-def _attributes(owner: Any) -> list[Any]:
-    """What an object's attributes say, without those that every module has."""
-    some = getattr(owner, "__dict__", {}).items()
-    return [(k, v if type(v) in PLAIN else _said(v)) for k, v in some if k not in NOT_SAID]
+_code_of = lru_cache(1024)(code_of)  # of classes' forwards
+
+
+def _attributes(some: Mapping[str, Any]) -> list[Any]:
+    """What attributes say, without those that every module has."""
+    return [(k, v if type(v) in PLAIN else _said(v)) for k, v in some.items() if k not in NOT_SAID]
 
 
 def _said(x: Any, depth: int = 2) -> Any:
     """What a value says: numbers and strings, also inside of others, and the code of functions; else its type."""
     if type(x) in PLAIN or not depth:
         return x if type(x) in PLAIN else type(x)
-    if isinstance(x, Mapping):
-        return tuple([(k if type(k) is str else None, _said(v, depth - 1)) for k, v in x.items()])
     if isinstance(x, (tuple, list, set, frozenset)):
         return (tuple if isinstance(x, (tuple, list)) else frozenset)([_said(v, depth - 1) for v in x])
+    if isinstance(x, Mapping):
+        return tuple([(k if type(k) is str else None, _said(v, depth - 1)) for k, v in x.items()])
     if isinstance(x, partial):
         return _said((x.func, x.args, x.keywords), depth)
     return code_of(x) if isinstance(x, (FunctionType, MethodType)) else type(x)
@@ -187,4 +196,4 @@ def _fact(x: Any) -> Any:
     """What of an argument a finding depends on."""
     if isinstance(x, Tensor):
         return _given(x) if isinstance(x, RankRows) else (x.shape, x.dtype)
-    return x if type(x) in PLAIN else (_said(x), *_attributes(x))
+    return x if type(x) in PLAIN else (_said(x), *_attributes(getattr(x, "__dict__", {})))

@@ -88,10 +88,10 @@ def parallelize(
 @uncompiled
 def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
     """The model's forward: compare all ranks' inputs, run, gather the outputs."""
-    named = list(model.named_modules())
+    named = list(model.named_modules(remove_duplicate=False))
     _compare(sharing, named, args, arguments)
-    calls = [(path, module, *each) for path, module in named for each in uncompiled_calls(module)]
-    with SharedForward(model, sharing, kinds_of(named, sharing.blocks), calls) as run:
+    kinds, calls = kinds_of(named, sharing.blocks), list(uncompiled_calls(named))
+    with SharedForward(model, sharing, kinds, calls) as run:
         out = forward(*args, **arguments)
         if not sharing.attended:
             run.refuse(
@@ -158,8 +158,7 @@ def _check_modules(named: Named, blocks: Collection[str]) -> None:
                 "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
                 "alone; call undo() of the handle and parallelize the model again"
             )
-        processor = module.__dict__.get("processor")
-        if processor is not None and (kind := backend_of(processor)) not in BACKENDS:
+        if "processor" in module.__dict__ and (kind := backend_of(module.processor)) not in BACKENDS:
             raise NotImplementedError(
                 f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
                 "set_attention_backend('native')"
