@@ -104,7 +104,7 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": "source attention multihead __init__",
+    "nn": "attention multihead __init__",
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
     "trial": """
@@ -113,14 +113,14 @@ ORDER = {
     """,
     "integrations": """
         adapters hf hf/config hf/latents
-        sdpa/fused sdpa/mask sdpa/calls sdpa/trials sdpa/reroute sdpa/model sdpa
+        sdpa/fused sdpa/mask sdpa/trials sdpa/reroute sdpa/model sdpa
         hf/mask hf/forward hf/attention hf/indexed hf/planning hf/plans hf/prefetch
         hf/recurrent hf/recurrent/states hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba
         hf/recurrent/rglru hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
         hf/logits hf/towers
         hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
-        hf/own_configs hf/guard hf/request hf/outputs hf/reading hf/cache hf/handle hf/generation hf/model hf/vision
+        hf/own_configs hf/guard hf/reading hf/outputs hf/cache hf/handle hf/generation hf/model hf/vision
         rows diffusers/attend diffusers/forward diffusers/blocks diffusers/model diffusers
         parallelize transformers __init__
     """,

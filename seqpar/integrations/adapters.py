@@ -105,7 +105,7 @@ def acting(layers: Sequence[nn.Module]) -> list[nn.Module]:
     return [x for x in layers if not (getattr(x, "disable_adapters", False) or getattr(x, "merged", False))]
 
 
-def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collection[nn.Module], *, loss: bool) -> str:
+def unfit_adapters(model: nn.Module, layers: Sequence[Any], tried: Collection[nn.Module], *, loss: bool) -> str:
     """Why a forward cannot compute these layers of a model, and what to do, or "".
 
     tried: layers that acted when the model became parallel. loss: whether the forward has labels.
@@ -123,7 +123,9 @@ def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collect
                 f"{type(layer).__qualname__} of peft's {method} came after parallelize, which has not tried whether it "
                 "mixes a rank's rows; add it before seqpar.parallelize"
             )
-        if layer.training and torch.is_grad_enabled() and _averages_rows(layer):
+        chosen = getattr(layer, "lora_velora_init_type", None) or {}
+        averages = chosen and any(chosen.get(name, "random") != "random" for name in layer.active_adapters)
+        if averages and layer.training and torch.is_grad_enabled():
             return "VeLoRA projects inputs on the mean over the rows of a rank; set init_type='random' in VeloraConfig"
     for config in getattr(model, "peft_config", {}).values() if loss else ():
         if getattr(config, "orth_reg_weight", 0):
@@ -133,11 +135,6 @@ def unfit_adapters(model: nn.Module, layers: Sequence[nn.Module], tried: Collect
                 "add it divided by comm.size"
             )
     return ""
-
-
-def _averages_rows(layer: Any) -> bool:
-    chosen = getattr(layer, "lora_velora_init_type", {})
-    return any(chosen.get(name, "random") != "random" for name in layer.active_adapters) if chosen else False
 
 
 def acting_adapters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:

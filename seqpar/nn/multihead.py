@@ -75,7 +75,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out.reshape(*query.shape[:-1], self.embed_dim), None
 
     def _rows(self, x: Tensor) -> Tensor:
-        """The rows of a query, key or value."""
         if x.dim() == 2:
             return x
         batch = 0 if self.batch_first else 1
@@ -87,7 +86,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x.squeeze(batch)
 
     def _project(self, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Projected queries, keys and values, of one tensor or of three."""
         if not others and self.in_proj_weight is not None:
             return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if self.in_proj_weight is not None:

@@ -214,5 +214,4 @@ def _distance(a: Tensor | None, b: Tensor | None) -> float:
 
 
 def _largest(x: Tensor) -> float:
-    """The largest absolute value."""
     return float(x.abs().max()) if x.numel() else 0.0

@@ -44,7 +44,8 @@ FEWER = (  # what to do where a rank comes to no forward
 )
 
 _open: weakref.WeakSet[StepChecks] = weakref.WeakSet()
-_opening = threading.Lock()  # around uses of the set, since ranks may be threads
+_listening: list[Any] = []  # the hook on all optimizers, once a model is parallel
+_opening = threading.Lock()  # around uses of both, since ranks may be threads
 
 
 class StepChecks:
@@ -70,8 +71,9 @@ class StepChecks:
         self._wrapped = False  # whether a wrapper has reduced gradients
         self.reduced: Averaging | None = None  # the wrapper that reduces those of the last forward in training
         self._said = False  # whether a warning named its number
-        _listen()
         with _opening:
+            if not _listening:
+                _listening.append(register_optimizer_step_post_hook(_after_step))
             _open.add(self)
 
     def close(self) -> None:
@@ -139,7 +141,6 @@ class StepChecks:
         return list(found.values())
 
     def _is_alike(self, p: Tensor) -> bool:
-        """Whether all ranks should hold the same values."""
         return not in_flat(p) and (not is_dtensor(p) or alike(p, self._ranks)) and local(p).numel() > 0
 
     def _hashes(self) -> list[int]:
@@ -284,15 +285,6 @@ def _written(p: Any) -> tuple[int, int]:
         return local(p.detach()).data_ptr() if is_dtensor(p) else p.data_ptr(), version(p)
     except RuntimeError:  # of classes without memory of their own, as quantised weights
         return id(p), version(p)
-
-
-_listening: list[Any] = []  # the hook on all optimizers, once a model is parallel
-
-
-def _listen() -> None:
-    with _opening:
-        if not _listening:
-            _listening.append(register_optimizer_step_post_hook(_after_step))
 
 
 @uncompiled

@@ -114,7 +114,6 @@ def _grad_dtype(p: Tensor) -> torch.dtype:
 
 @lru_cache(maxsize=16)
 def _digest(shapes: tuple[tuple[Any, ...], ...], bucket_bytes: int) -> int:
-    """A 63-bit hash of the shapes of parameters and of how they are summed."""
     return digest_of_call("sync_gradients", {"parameters": shapes, "bucket bytes": bucket_bytes})
 
 
@@ -143,7 +142,7 @@ def _agreed(several: list[Tensor], claim: _Claim, comm: Comm) -> list[bool]:
             )
     if any(present):
         _check_backward(found)
-    _checkeach_once(several, found, comm)
+    _check_unsummed(several, found, comm)
     plain = not meshed and all(p.device.type == "cpu" and p.numel() for p in several)
     if plain and any(present) and comm.size > 1 and comm.check_every == "batch":
         remember(comm, claim.digest, known={"claim": claim[:3], "present": present})
@@ -274,7 +273,7 @@ def _check_backward(found: list[_Claim]) -> None:
         )
 
 
-def _checkeach_once(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
+def _check_unsummed(several: list[Tensor], found: list[_Claim], comm: Comm) -> None:
     """Raise for gradients that were not written to since they were summed."""
     again = [index for index, sums in enumerate(zip(*(other.repeated for other in found))) if any(sums)]
     if again:

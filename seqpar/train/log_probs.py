@@ -85,8 +85,6 @@ def token_log_probs(
 
 
 class _Settings(NamedTuple):
-    """The settings of the rows' results."""
-
     temperature: float
     entropy: bool
     softcap: float

@@ -23,7 +23,6 @@ from seqpar.kernels import acc_dtype
 from seqpar.ops.core.collective_op import refuse_double_backward
 from seqpar.train.checks import check_average
 from seqpar.train.head import (
-    Gradients,
     Head,
     blocks,
     capped,
@@ -120,8 +119,6 @@ def linear_loss(
 
 
 class _Options(NamedTuple):
-    """The settings of the row losses."""
-
     ignore_index: int
     label_smoothing: float
     z_loss: float
@@ -147,28 +144,6 @@ def _is_count(valid: object) -> bool:
     if valid.dim() or valid.dtype == torch.bool or valid.is_complex():
         return False
     return not valid.is_cpu or torch.compiler.is_compiling() or type(valid) is not Tensor or bool(valid >= 0)
-
-
-def _summed(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: _Options, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor, Gradients]:
-    """The sum of the losses of a rank's rows, chunk after chunk, and its gradients. needs: those to compute."""
-    head = Head.of(hidden, weight, bias, o.softcap, o.chunk)
-    # in fp64, or a sum of many chunks would lose the digits of each
-    loss, grads = torch.zeros((), dtype=torch.float64, device=hidden.device), head.gradients(needs)
-    with head.alone():
-        for rows in head.chunks():
-            total, dz = _row_losses(head.logits(rows), labels[rows], o, any(needs))
-            loss += total
-            if any(needs):
-                head.add(grads, rows, dz)
-    return loss.to(head.wide), grads
-
-
-def _row_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' losses, and its gradient by the logits z, in z's memory; z is unchanged unless grad."""
-    losses = torch.cat([_block_losses(rows, some, o, grad) for rows, some in blocks(z, labels)])
-    return losses.masked_fill(labels == o.ignore_index, 0.0).sum(), z
 
 
 def _block_losses(z: Tensor, labels: Tensor, o: _Options, grad: bool) -> Tensor:
@@ -198,15 +173,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, valid: int | Tensor,
-        average_over: int, options: _Options,
+        average_over: int, o: _Options,
     ) -> Tensor:  # fmt: skip
-        loss, grads = _summed(hidden, weight, bias, labels, options, ctx.needs_input_grad[:3])
+        needs = ctx.needs_input_grad[:3]
+        head = Head.of(hidden, weight, bias, o.softcap, o.chunk)
+        # in fp64, or a sum of many chunks would lose the digits of each
+        total, grads = torch.zeros((), dtype=torch.float64, device=hidden.device), head.gradients(needs)
+        with head.alone():
+            for rows in head.chunks():
+                z = head.logits(rows)
+                losses = torch.cat([_block_losses(*some, o, any(needs)) for some in blocks(z, labels[rows])])
+                total += losses.masked_fill(labels[rows] == o.ignore_index, 0.0).sum()
+                if any(needs):
+                    head.add(grads, rows, z)
         ctx.save_for_backward(*grads)
         # if no label counts the loss is 0 / 0, and the gradients are zeros
         counted = valid.masked_fill(valid == 0, 1) if isinstance(valid, Tensor) else max(valid, 1)
         ctx.valid, ctx.average_over = counted, average_over
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        return loss / valid * average_over
+        return total.to(head.wide) / valid * average_over
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

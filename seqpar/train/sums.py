@@ -152,7 +152,6 @@ def _agreed(x: Tensor, comm: Comm, *, requires_grad: bool) -> Tag:
 
 @lru_cache(maxsize=256)
 def _facts(shape: torch.Size, dtype: torch.dtype, device: str, requires_grad: bool) -> tuple[Mapping[str, object], int]:
-    """The facts of a call that ranks compare, and their digest."""
     facts = {"shape": list(shape), "dtype": dtype, "device": device, "requires grad": requires_grad}
     return facts, digest_of_call("all_sum", facts)
 

@@ -12,7 +12,7 @@ Importing this module enters the name in transformers' registries of attention a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -53,17 +53,18 @@ UNUSED = {
 }  # fmt: skip
 
 
+@uncompiled
 def mask_of(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    mask_function: Any = None,
     attention_mask: Tensor | None = None,
     config: PreTrainedConfig | None = None,
     **unused: Any,
-) -> Tensor:
+) -> Any:
     """The handle of the surrounding plan with the mask that `mask_function` describes: 0-d, from `bind`.
 
     It is [1, 1, 1, 1] for models that slice their masks.
@@ -74,17 +75,9 @@ def mask_of(
     see rows of other ranks, masks that are not bounds, several rows, keys of a cache, and two-dimensional padding
     masks, which `seqpar.parallelize` turns into documents.
     """
-    return _mask(batch_size, q_length, kv_length, mask_function, attention_mask, config)  # type: ignore[no-any-return]
-
-
-@uncompiled
-def _mask(
-    batch_size: int, q_length: int, kv_length: int, function: Callable[..., Any], attention_mask: Tensor | None,
-    config: PreTrainedConfig | None,
-) -> Any:  # fmt: skip
     state = current() or Forward()
     if state.note is not None:
-        return state.note(function, attention_mask, config)
+        return state.note(mask_function, attention_mask, config)
     alone = current() is None  # a model of seqpar.parallelize has been tried, and its mixers are replaced
     if config is not None and alone and (reasons := [*unserved_attention(config), *mixing_layers(config)]):
         remedy = "; give the model to seqpar.parallelize, which knows some such layers"
@@ -108,14 +101,11 @@ def _mask(
             f"attention_mask {list(attention_mask.shape)} with zeros inside seqpar.parallel: the plan has the "
             "mask; leave it out, or let seqpar.parallelize(model, comm) turn a padding mask into documents"
         )
-    rule, ids = rule_of(function), blocks_of(function)
+    rule = rule_of(mask_function)
     if alone and (error := left_out(rule, config)):
         return error
     try:
-        if ids is None or state.blocked is None:
-            plan = state.make(around.plan, rule)
-        else:
-            plan = state.blocked(around.plan, rule, ids)
+        plan = state.make(around.plan, rule, blocks_of(mask_function))
     except UnsupportedMask as error:
         return error.with_traceback(None)  # whose frames hold the batch
     made = bind(plan, around.comm)
@@ -221,7 +211,8 @@ def handle_of(module: nn.Module, mask: Any) -> Tensor:
 
 def _refuse_unknown(module: nn.Module, rest: dict[str, Any], mask: Tensor | None) -> None:
     """Raise NotImplementedError for keywords that would change the result. mask: the handle, if there is one."""
-    unknown = sorted(name for name, value in rest.items() if name not in UNUSED and _says(value))
+    # None, False and 0 have no effect
+    unknown = sorted({name for name, value in rest.items() if isinstance(value, Tensor) or value} - UNUSED)
     if unknown and not (unknown == [ASKED] and mask is not None and _shared(mask)):
         made = [name for name in unknown if isinstance(rest[name], Tensor)]  # calls give none
         if current() is not None and made:
@@ -232,11 +223,6 @@ def _refuse_unknown(module: nn.Module, rest: dict[str, Any], mask: Tensor | None
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which seqpar does not know; "
             "leave it out of the call and of the config"
         )
-
-
-def _says(value: object) -> bool:
-    """Whether a keyword's value has an effect: None, False and 0 do not."""
-    return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 @uncompiled

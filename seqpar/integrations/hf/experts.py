@@ -69,7 +69,8 @@ def without_hooks(model: PreTrainedModel) -> Iterator[None]:
 def balance(logits: Sequence[Tensor], model: PreTrainedModel, plan: Plan, comm: Comm) -> Balance:
     """The balance loss of the tokens of all ranks, from the router logits of this rank's rows. A collective."""
     tokens = plan.layout.tokens(comm.rank)
-    chosen, chances = _sums([x.reshape(-1, x.shape[-1])[:tokens] for x in logits], top_of(model))
+    top = int(getattr(model, "num_experts_per_tok", 0) or model.config.get_text_config().num_experts_per_tok)
+    chosen, chances = _sums([x.reshape(-1, x.shape[-1])[:tokens] for x in logits], top)
     # in fp64, as fp32 counts no more than 2^24
     own = torch.stack([chosen, chances.detach()]).double()
     chosen, every = sum_under(own, comm, f"{type(model).__name__}.forward: routers", {"plan": plan.digest()})
@@ -83,11 +84,6 @@ def weight_of(model: PreTrainedModel) -> float:
     """The factor of a model's balance loss in its loss."""
     config = model.config.get_text_config()
     return float(next(getattr(x, name) for x in (model, config) for name in WEIGHTS if hasattr(x, name)))
-
-
-def top_of(model: PreTrainedModel) -> int:
-    """How many experts a token chooses, as the balance loss counts them."""
-    return int(getattr(model, "num_experts_per_tok", 0) or model.config.get_text_config().num_experts_per_tok)
 
 
 def _sums(logits: Sequence[Tensor], top: int) -> tuple[Tensor, Tensor]:

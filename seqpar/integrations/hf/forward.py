@@ -19,10 +19,11 @@ from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.plan import Plan
 
 BlocksOf = Callable[[Rule], tuple[Rule, Blocks | None]]
+MakePlan = Callable[[Plan, Rule, Tensor | None], Plan]
 
 
-def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
-    """The plan with the mask of a layer, as of `Rule.under`; cached. Raises: UnsupportedMask."""
+def planned(plan: Plan, rule: Rule, ids: Tensor | None = None, *, stated: bool = False) -> Plan:
+    """The plan with the mask of a layer, as of `Rule.under`; cached. Raises: UnsupportedMask, also for blocks."""
     if plan.kv_layout is not plan.layout:
         raise UnsupportedMask("a model has its keys where its queries are, and the plan has a kv_layout")
     key = ("rule", rule, stated)
@@ -30,14 +31,13 @@ def planned(plan: Plan, rule: Rule, *, stated: bool = False) -> Plan:
 
 
 class Forward(NamedTuple):
-    """State of a forward pass other than the plan. make: returns the plan for a layer's rule.
+    """State of a forward pass other than the plan.
 
-    blocked: the same for a rule with blocks and the number of each row's block; None where blocks are not served.
-    note: before rows are shared, returns the placeholder of a mask, of its function, the padding mask and a config.
+    make: returns the plan for a layer's rule and the number of each row's block, as of `blocks_of`. note: before rows
+    are shared, returns the placeholder of a mask, of its function, the padding mask and a config.
     """
 
-    make: Callable[[Plan, Rule], Plan] = planned
-    blocked: Callable[[Plan, Rule, Tensor], Plan] | None = None
+    make: MakePlan = planned
     padded: bool = False  # whether padding in a two-dimensional mask has been removed already
     note: Callable[[Callable[..., Any], Tensor | None, Any], Any] | None = None
     longest: int = 0  # positions of the longest row of all ranks' batches, where rotary embeddings depend on it
@@ -92,24 +92,12 @@ def current() -> Forward | None:
     return _thread.state
 
 
-def longest() -> int | None:
-    """The longest position + 1 of the forward pass that this thread is in; None outside of all."""
-    state = _thread.state
-    return None if state is None else state.longest
-
-
 def dropped(probability: float) -> float:
     """The probability with which a layer drops pairs in the forward pass that this thread is in."""
     if not probability or torch.compiler.is_compiling():
         return probability
     state = _thread.state
     return probability if state is None or state.drops else 0.0
-
-
-def making() -> Callable[[Plan, Rule], Plan]:
-    """What returns the plan of a layer's rule: of the forward pass that this thread is in, if any."""
-    state = _thread.state
-    return planned if state is None else state.make  # type: ignore[no-any-return]
 
 
 class LayerPlans:
@@ -126,15 +114,17 @@ class LayerPlans:
         self.known: set[Rule] = set()
         self._blocks = blocks
 
-    def of(self, own: Share) -> Callable[[Plan, Rule], Plan]:
-        """What returns the plan of a layer's rule for a share, in a new forward.
+    def of(self, own: Share) -> MakePlan:
+        """What returns the plan of a layer's rule for a share, in a new forward; with blocks, by a collective.
 
         All ranks have the share's plan and had the same rules before, so they derive the same plan for the rule and
         need not compare it.
         """
         self.rules = []
 
-        def make(plan: Plan, rule: Rule) -> Plan:
+        def make(plan: Plan, rule: Rule, ids: Tensor | None) -> Plan:
+            if ids is not None:
+                return self._gathered(own, plan, rule, ids)
             layer_plan = self._layer(own, plan, rule)
             if rule in self.known:
                 remember(self.comm, plan_key(layer_plan))
@@ -144,8 +134,8 @@ class LayerPlans:
 
         return make
 
-    def gathered(self, own: Share, plan: Plan, rule: Rule, ids: Tensor) -> Plan:
-        """The plan of a share with a rule and the blocks of all ranks' rows. A collective. ids: as of `blocks_of`."""
+    def _gathered(self, own: Share, plan: Plan, rule: Rule, ids: Tensor) -> Plan:
+        """The plan of a share with a rule and the blocks of all ranks' rows. A collective."""
         numbers = ids[0, : plan.layout.tokens(self.comm.rank)].cpu().numpy().astype(np.int64)
         every = np.concatenate(self.comm.gather(f"{self.who}.forward: blocks of tokens", numbers))
         at = np.concatenate([plan.layout.positions(rank) for rank in range(self.comm.size)])
@@ -171,7 +161,6 @@ class LayerPlans:
         return plan.with_mask(own.mask_for(causal=rule.causal, window=window))
 
     def _blocked(self, own: Share, plan: Plan, rule: Rule, blocks: Blocks) -> Plan:
-        """The plan of a share with a rule and blocks."""
         if not self.stated and plan.mask != Mask(plan.mask.lengths):
             raise rule.unlike(plan.mask)
         if rule.chunk:

@@ -68,11 +68,7 @@ def cached_forward(
     """
     what, comm = f"{type(model).__name__}.forward with a cache", cache.comm
     facts: dict[str, object] = {}
-
-    def compared(value: Any, error: Exception | None) -> list[Any]:
-        return gather(what, value, error, facts=facts, hint=TOGETHER)
-
-    with gathering(what, comm, compared):
+    with gathering(what, comm, partial(gather, what, facts=facts, hint=TOGETHER)):
         check()
         turn = _turn(model, cache, arguments, plans)
         facts |= turn.facts
@@ -214,7 +210,7 @@ def _shared(last: torch.nn.Module, before: Callable[..., Any], cache: ShardedCac
     """The output with new tokens shared out, for the columns that are kept."""
     after, real, comm = turn.step.past, turn.real, cache.comm
 
-    def make(around: Plan, rule: Rule) -> Plan:
+    def make(around: Plan, rule: Rule, ids: Tensor | None) -> Plan:
         return around.with_mask(after.mask(turn.new, window=(checked(rule).left, None)))
 
     def gathered(module: Any, args: Any, out: Any) -> Any:

@@ -30,7 +30,6 @@ from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.attention import KEY, LAYER, NUMERICS, implementation, left_out, numbered, register
 from seqpar.integrations.hf.cache import TOGETHER, ShardedCache, check_generation, unsplit
 from seqpar.integrations.hf.config import text_of
-from seqpar.integrations.hf.experts import can_ask
 from seqpar.integrations.hf.forward import LayerPlans, planned
 from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall
@@ -40,9 +39,8 @@ from seqpar.integrations.hf.mask import Blocks, Rule
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.plans import Planner, Plans
-from seqpar.integrations.hf.reading import Reader
+from seqpar.integrations.hf.reading import DOCUMENTS, OF_LOSS, ROWS, Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
-from seqpar.integrations.hf.request import DOCUMENTS, OF_LOSS, ROWS, SupportedCalls
 from seqpar.integrations.hf.rewritten_attention import MIXER, replacements
 from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
@@ -107,14 +105,14 @@ class TransformerHandle(ParallelModel):
         self._rotaries = lengthy(model)
         for rotary in self._rotaries:
             self.put_around(rotary, turn)
-        self._plans = Plans(model, causal=self.fit.causal, plan=plan)
+        self._plans = Plans(model, causal=self.fit.causal, plan=plan, derive=self._derive)
         self._layers = LayerPlans(type(model).__name__, comm, self._blocks, stated=self._plans.repeats)
         self._guard = ModelGuard(model, KEY)
-        supported = SupportedCalls(
-            model, comm, self.fit, self.entries, average_over, self._guard, can_ask(model)
-        )  # fmt: skip
         replicated = source == "replicated"
-        self._reader = Reader(supported, self._plans, optional=self.optional, replicated=replicated)
+        self._reader = Reader(
+            model, comm, self.fit, self._plans, self._guard, entries=self.entries, optional=self.optional,
+            average_over=average_over, replicated=replicated,
+        )  # fmt: skip
         self._copies = comm.size if replicated else 1  # how often num_items_in_batch counts a label
         self._outputs = Outputs(
             model, comm, self.fit, average_over, self._copies, self.returned, bool(self._replaced)
@@ -174,12 +172,11 @@ class TransformerHandle(ParallelModel):
         from seqpar.integrations.hf.prefetch import prefetched
 
         return prefetched(
-            batches, self.comm, self._plans, self._lengths, self._derive, depth=depth, device=device,
+            batches, self.comm, self._plans, self._lengths, depth=depth, device=device,
             replicated=self.source == "replicated",
         )  # fmt: skip
 
     def _lengths(self, batch: Mapping[str, Any]) -> Ints:
-        """The lengths of the documents of a loader's batch."""
         return read(self._read_ahead(batch), Reading(self.fit.shift)).lengths
 
     def _read_ahead(self, batch: Mapping[str, Any]) -> dict[str, Any]:

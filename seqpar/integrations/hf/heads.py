@@ -110,8 +110,8 @@ class HeadCall:
     """A call of a model whose head pools, on this rank's own batch.
 
     comm: of the parallel model. error: why it is refused; ranks exchange it in the base model's call, and all raise
-    it. averaged: whether the loss is for a wrapper that averages gradients. share: of the base model's call, once
-    it was made.
+    it. averaged: whether the loss is for a wrapper that averages gradients. count: terms of the mean over rows that is
+    the loss. share: of the base model's call, once it was made.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class HeadCall:
         try:
             self.error = self._refused(fit, arguments, replaced)
             if self.labels is not None and self.error is None:
-                self.count = count_of(model, self.labels)
+                single = _kind(model, self.labels) == SINGLE
+                self.count = int((self.labels != IGNORED).sum()) if single else self.labels.numel()
         except Exception as unread:
             self.error = unread
 
@@ -155,24 +156,10 @@ class HeadCall:
             )
         return None
 
-    def loss(self, own: Tensor, logits: Tensor, average_over: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's share of the union's loss, the loss, and the number of its terms. A collective.
-
-        own: the mean over this rank's rows.
-        """
-        if not self.count:  # a mean over nothing is NaN
-            own = 0 * logits.sum()
-        assert self.share is not None
-        who, plan = f"{type(self.model).__name__}.forward: the loss", self.share.plan
-        pair = torch.stack([own.detach().double() * self.count, own.new_tensor(self.count, dtype=torch.float64)])
-        total, count = sum_under(pair, self.comm, who, {"plan": plan.digest()})
-        part = own * (self.count / count).to(own) * (1 if self.items is not None else average_over)
-        return part, total / count, count
-
     def output(self, run: Callable[[], Any], average_over: int) -> tuple[Any, Tensor | None]:
         """The output of the call, with the union's loss, and the number of the loss's terms, None without a loss.
 
-        run: calls the model's own forward.
+        run: calls the model's own forward, whose loss is the mean over this rank's rows. A collective.
         """
         out, count = run(), None
         if out.get("loss") is not None:
@@ -181,8 +168,13 @@ class HeadCall:
                     f"{type(self.model).__name__} returned a loss without labels, whose share is not known; leave "
                     "out what it was computed from, and compute the loss from what the model returns"
                 )
-            part, mean, count = self.loss(out.loss, out.logits, average_over)
-            out.loss = part if self.items is not None else reported(part, mean)
+            own = out.loss if self.count else 0 * out.logits.sum()  # a mean over nothing is NaN
+            assert self.share is not None
+            who, plan = f"{type(self.model).__name__}.forward: the loss", self.share.plan
+            pair = torch.stack([own.detach().double() * self.count, own.new_tensor(self.count, dtype=torch.float64)])
+            total, count = sum_under(pair, self.comm, who, {"plan": plan.digest()})
+            part = own * (self.count / count).to(own) * (1 if self.items is not None else average_over)
+            out.loss = part if self.items is not None else reported(part, total / count)
         return out, count
 
 
@@ -218,12 +210,6 @@ def misread(fit: LocalHead, model: PreTrainedModel, mask: Tensor | None, ids: Te
             "out others; set input_ids to the padding token where attention_mask is 0"
         )
     return ""
-
-
-def count_of(model: PreTrainedModel, labels: Tensor) -> int:
-    """How many terms the mean over rows has that is a head's loss. Waits for the device."""
-    kind = _kind(model, labels)
-    return int((labels != IGNORED).sum()) if kind == SINGLE else labels.numel()
 
 
 def unfounded(model: PreTrainedModel, labels: Tensor, mask: Tensor | None) -> bool:

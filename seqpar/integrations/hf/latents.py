@@ -124,13 +124,9 @@ def refusal(module: Any, expand: Expand) -> str:
     if not torch.equal(keys[..., nope:], rotated.expand(-1, keys.shape[1], -1, -1).to(keys.dtype)):
         return "it changes the rotated part"
     for w, made in ((w_k, keys[..., :nope]), (w_v, values)):
-        by_weights, largest = (torch.einsum("nr,hdr->hnd", x, y) for x, y in _with_sizes(latent[0, 0], w))
+        x, y = latent[0, 0].double(), w.double()
+        by_weights, largest = (torch.einsum("nr,hdr->hnd", *pair) for pair in ((x, y), (x.abs(), y.abs())))
+        # sums of absolute values bound the rounding of the sums
         if ((by_weights - made[0].double()).abs() > 8 * torch.finfo(like.dtype).eps * largest + 1e-300).any():
             return "its expansion is not linear in the latent"
     return ""
-
-
-def _with_sizes(*xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Tensors in float64, and their absolute values, whose product bounds the rounding of theirs."""
-    wide = tuple(x.double() for x in xs)
-    return wide, tuple(x.abs() for x in wide)

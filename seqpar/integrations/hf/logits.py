@@ -23,11 +23,6 @@ def softcap_of(model: PreTrainedModel) -> float:
     return float(next((cap for cap in caps if cap), 0.0))
 
 
-def softcapped(logits: Tensor, softcap: float) -> Tensor:
-    """Logits with their softcap; as they are if that is 0."""
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-
 def tokens_of(model: PreTrainedModel) -> int | None:
     """How many tokens the output embeddings have; None if that is unknown."""
     return getattr(model.get_output_embeddings(), "out_features", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import reduce
-from operator import or_
+from operator import and_, or_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,20 +222,9 @@ def blocks_of(function: Callable[..., Any]) -> Tensor | None:
     return found[0] if found else None
 
 
-def _all(closure: Mapping[str, Any]) -> Rule:
-    rule = Rule()
-    for part in closure["mask_functions"]:
-        rule = rule & rule_of(part)
-    return rule
-
-
-def _either(closure: Mapping[str, Any]) -> Rule:
-    return reduce(or_, map(rule_of, closure["mask_functions"]))
-
-
 _READERS: dict[str, Callable[[Mapping[str, Any]], Rule]] = {
-    "and_masks": _all,
-    "or_masks": _either,
+    "and_masks": lambda closure: reduce(and_, map(rule_of, closure["mask_functions"]), Rule()),
+    "or_masks": lambda closure: reduce(or_, map(rule_of, closure["mask_functions"])),
     "blockwise_overlay": lambda closure: BLOCK,
     "causal_mask_function": lambda closure: Rule(causal=True),
     "bidirectional_mask_function": lambda closure: Rule(),

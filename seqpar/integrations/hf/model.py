@@ -36,8 +36,8 @@ from seqpar.integrations.hf.heads import HeadCall, LocalHead
 from seqpar.integrations.hf.mask import UnsupportedMask
 from seqpar.integrations.hf.outputs import graphs
 from seqpar.integrations.hf.positions import SHARES
+from seqpar.integrations.hf.reading import UNREAD, BatchCall, check_count, named_arguments, with_effect
 from seqpar.integrations.hf.recurrent.mixers import of_documents
-from seqpar.integrations.hf.request import UNREAD, BatchCall, arguments_of, check_count, misgiven, parameters
 from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
@@ -76,7 +76,6 @@ class ParallelTransformer(TransformerHandle):
     """
 
     def _replace(self, module: PreTrainedModel, more: dict[str, Any]) -> None:
-        """Make the forward of a module, the model or its base, run on all ranks."""
         before, whole = module.forward, module is self.model
         headed = "forward" in module.__dict__  # a head of another library wraps it already, and calls the base model
 
@@ -88,14 +87,14 @@ class ParallelTransformer(TransformerHandle):
                 self._configs.follow()
             if self.inactive or (self._running and not whole) or (headed and named.get("fused_lm_head")):
                 return before(*args, **named)
+            given, error = named_arguments(type(module), args, named)
             if whole:
                 self._guard.note_passed()
-                given = dict(zip(parameters(type(module)), args)) | named
                 if isinstance(cache := given.get("cache"), ShardedCache):
                     return self._cached_forward(cache, before, given)
                 if self.fit.local_head is not None:
-                    return self._local_head_forward(self.fit.local_head, before, args, named)
-            return self._forward(module, before, args, named)
+                    return self._local_head_forward(self.fit.local_head, before, given, error)
+            return self._forward(module, before, given, error)
 
         self._guard.note_forward(module, forward)
         # copying looks up the last two on the instance before anything else
@@ -104,11 +103,11 @@ class ParallelTransformer(TransformerHandle):
 
     @partial(torch.compiler.disable, recursive=False)
     def _forward(
-        self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+        self, module: PreTrainedModel, before: Callable[..., Any], given: dict[str, Any], error: Exception | None
     ) -> Any:
         """A call of the model, or of its base model: read, agree, share; run; home, loss."""
         refuse_transforms(f"parallelize({type(self.model).__name__})")
-        call, own, rows = self._share(module, args, named)
+        call, own, rows = self._share(module, given, error)
         hidden: list[Tensor] | None = [] if call.chunked else None
         self._hidden, kept = hidden, self._hidden
         try:
@@ -150,14 +149,13 @@ class ParallelTransformer(TransformerHandle):
 
     @uncompiled
     def _share(
-        self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any], refused: Exception | None = None
+        self, module: PreTrainedModel, given: dict[str, Any], error: Exception | None
     ) -> tuple[BatchCall, Share, dict[str, Any]]:
         """The call, this rank's share of the batch, and the arguments with which the module computes it.
 
-        refused: why the call is not served, if that is known.
+        error: why the call is not served, if that is known.
         """
-        given, refused = arguments_of(module, args, named), refused or misgiven(type(module), args, named)
-        call = self._reader.read(module, given, self._head, logits=self.logits, refused=refused)
+        call = self._reader.read(module, with_effect(given), self._head, logits=self.logits, refused=error)
         known = announce(
             call.batch, self.comm, self.source, call.how, error=call.error, gather=partial(self._gather, call)
         )
@@ -206,9 +204,8 @@ class ParallelTransformer(TransformerHandle):
             remember(self.comm, plan_key(of_documents(own.plan)))
         around = ExitStack()
         around.enter_context(surround(own.plan, self.comm, seed=derived_seed(self._seed, self._count)))
-        gathered = partial(self._layers.gathered, own)
-        masks = own.tensors.get(SHARES)
-        around.enter_context(during(Forward(self._layers.of(own), gathered, longest=self._longest, masks=masks)))
+        state = Forward(self._layers.of(own), longest=self._longest, masks=own.tensors.get(SHARES))
+        around.enter_context(during(state))
         return around
 
     @uncompiled
@@ -225,12 +222,11 @@ class ParallelTransformer(TransformerHandle):
 
     @partial(torch.compiler.disable, recursive=False)
     def _local_head_forward(
-        self, fit: LocalHead, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+        self, fit: LocalHead, before: Callable[..., Any], arguments: dict[str, Any], error: Exception | None
     ) -> Any:
         """A call of a model whose head pools: its base model on all ranks, its head on this rank's own batch."""
-        arguments = dict(zip(parameters(type(self.model)), args)) | named
         call = HeadCall(fit, self.model, self.comm, arguments, replaced=self._guard.loss_replaced)
-        call.error = call.error or misgiven(type(self.model), args, named)
+        call.error = call.error or error
         whole = arguments.pop("return_dict", None) is not False
         given = {n: x for n, x in arguments.items() if n not in (*UNREAD, "num_items_in_batch")} | {"return_dict": True}
         kept, self._head = self._head, call

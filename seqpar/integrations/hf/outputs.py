@@ -14,9 +14,8 @@ from seqpar.data import Share, back
 from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
 from seqpar.integrations.hf.heads import POOLER, pooled_of
 from seqpar.integrations.hf.logits import mean_of_rows
-from seqpar.integrations.hf.request import BatchCall
+from seqpar.integrations.hf.reading import BatchCall
 from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, ModelFit
-from seqpar.plan import Plan
 from seqpar.train.loss import cross_entropy, linear_loss
 from seqpar.train.sums import reported, sum_under
 
@@ -63,16 +62,14 @@ class Outputs(NamedTuple):
                 )
             results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
         if results.get(LOGITS) is not None:
-            results[LOGITS] = self._router_logits(own, results[LOGITS]) if call.logits else None
-        if self.looked_up:
-            _keep_with(results, own.plan)
+            home = [back(own, x.reshape(-1, x.shape[-1])) for x in results[LOGITS]] if call.logits else []
+            # as models return them, [B * S, experts] of each layer
+            results[LOGITS] = tuple(x.reshape(-1, x.shape[-1]) for x in home) if call.logits else None
+        if self.looked_up:  # again if a checkpoint computes mixers again, so the plan is kept as long as the graph
+            for x in graphs(results):
+                x.grad_fn.metadata["seqpar"] = own.plan  # type: ignore[union-attr]
         whole = type(out)(**results)
         return whole if call.return_dict else whole.to_tuple()
-
-    def _router_logits(self, own: Share, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Router logits for this rank's own batch [B * S, experts], of each layer, as models return them."""
-        home = (back(own, x.reshape(-1, x.shape[-1])) for x in rows)
-        return tuple(x.reshape(-1, x.shape[-1]) for x in home if isinstance(x, Tensor))
 
     def _loss(
         self, call: BatchCall, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
@@ -106,12 +103,6 @@ class Outputs(NamedTuple):
             part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
         )
         return reported(part, whole / self.average_over)
-
-
-def _keep_with(results: dict[str, Any], plan: Plan) -> None:
-    """Keep a plan as long as the graph of results: mixers look it up again if a checkpoint computes them again."""
-    for x in graphs(results):
-        x.grad_fn.metadata["seqpar"] = plan  # type: ignore[union-attr]
 
 
 def graphs(results: object) -> Iterator[Tensor]:

@@ -25,12 +25,14 @@ SHORT = 1 << 15  # tokens of a short batch; longer ones take long to compute any
 class Plans:
     """Plans of a model's batches; looks among those it has made first.
 
-    plan: the planner, which is asked for every batch; None for that of `planning`. repeats: whether equal documents and
-    states always have equal plans.
+    plan: the planner, which is asked for every batch; None for that of `planning`. derive: what a thread does with a
+    plan that it made ahead. repeats: whether equal documents and states always have equal plans.
     """
 
-    def __init__(self, model: PreTrainedModel, *, causal: bool, plan: Planner | None = None) -> None:
-        self._model, self._causal, self._plan = model, causal, plan
+    def __init__(
+        self, model: PreTrainedModel, *, causal: bool, plan: Planner | None, derive: Callable[[Plan], None]
+    ) -> None:  # fmt: skip
+        self._model, self._causal, self._plan, self._derive = model, causal, plan, derive
         self.repeats = plan is None
         # cached: it is asked for every batch, and walking a model takes long
         self._recomputing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
@@ -67,20 +69,17 @@ class Plans:
             self._kept.popitem(last=False)
         return self._kept[key]
 
-    def start(
-        self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, derive: Callable[[Plan], None], *,
-        brought: Brought | None,
-    ) -> None:  # fmt: skip
+    def start(self, lengths: Ints, ranks: int, thread: ThreadPoolExecutor, *, brought: Brought | None) -> None:
         """Start a thread on the plan of documents that come later, unless the plan is kept."""
         key = lengths.tobytes(), ranks, self.state, brought
         if key not in self._kept:
-            self._coming[key] = thread.submit(self._derived, derive, lengths, *key[1:])
+            self._coming[key] = thread.submit(self._ahead, lengths, *key[1:])
         if len(self._coming) > KEPT:  # the oldest was never asked for
             self._coming.popitem(last=False)
 
-    def _derived(self, derive: Callable[[Plan], None], lengths: Ints, *facts: Any) -> Plan:
+    def _ahead(self, lengths: Ints, *facts: Any) -> Plan:
         plan = self._make(lengths, *facts)
-        derive(plan)
+        self._derive(plan)
         return plan
 
     def forget(self) -> None:

@@ -21,16 +21,15 @@ from seqpar.data.union import Brought
 from seqpar.facts.value import Ints, frozen, integer
 from seqpar.integrations.hf.plans import Plans
 from seqpar.ops.core.agreement import gathering
-from seqpar.plan import Plan
 
 
 def prefetched(
-    batches: Iterable[Any], comm: Comm, plans: Plans, read: Callable[[Mapping[str, Any]], Ints],
-    derive: Callable[[Plan], None], *, depth: int, device: torch.device | str | None, replicated: bool,
+    batches: Iterable[Any], comm: Comm, plans: Plans, read: Callable[[Mapping[str, Any]], Ints], *, depth: int,
+    device: torch.device | str | None, replicated: bool,
 ) -> Iterator[Any]:  # fmt: skip
     """A loader's batches, as `seqpar.integrations.hf.model.ParallelTransformer.prefetch` says.
 
-    read: a batch -> the lengths of its documents. derive, replicated: as for `planned_batches`.
+    read: a batch -> the lengths of its documents. replicated: all ranks have the same batches.
     """
 
     def bring(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Ints]:
@@ -40,25 +39,13 @@ def prefetched(
         return {name: moved(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}, lengths
 
     depth = integer("depth", depth, 1)
-    return Epochs(
-        lambda: planned_batches(Loader(batches), comm, plans, bring, derive, depth=depth, replicated=replicated)
-    )
+    return Epochs(lambda: _planned(Loader(batches), comm, plans, bring, depth=depth, replicated=replicated))
 
 
-def planned_batches(
-    loader: Loader, comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]],
-    derive: Callable[[Plan], None], *, depth: int, replicated: bool,
-) -> Epoch[Any]:  # fmt: skip
-    """The batches of one epoch in order, and whether each is the last. A collective.
-
-    While one is computed, the next `depth` are planned.
-
-    bring: a batch of the loader -> the batch to yield, and the lengths of its documents. derive: is called in the
-    thread with each plan, to derive what the first layer needs. replicated: all ranks have the same batches.
-
-    Raises: at the batch's turn, the error of a rank's loader on that rank, and ValueError on the others; ValueError on
-    all ranks if some loaders have ended and others have not, and at once if a batch that was read ahead is overwritten.
-    """
+def _planned(
+    loader: Loader, comm: Comm, plans: Plans, bring: Callable[[Any], tuple[Any, Ints]], *, depth: int, replicated: bool
+) -> Epoch[Any]:
+    """The batches of one epoch in order, and whether each is the last. bring: the batch to yield, and its lengths."""
     with planning_thread() as thread:
 
         def begin(waiting: Sequence[tuple[Any, Snapshot]]) -> tuple[Any, Snapshot] | None:
@@ -66,7 +53,7 @@ def planned_batches(
             batch, union, counts = _told(loader, comm, bring, snapshots, depth=depth, replicated=replicated)
             if union is None:
                 return None
-            plans.start(union, comm.size, thread, derive, brought=counts)
+            plans.start(union, comm.size, thread, brought=counts)
             return batch, Snapshot(batch.values())
 
         try:

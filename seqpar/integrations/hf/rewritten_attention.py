@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from seqpar.foreign import name_of
 from seqpar.integrations.hf.attention import DEFAULT, NUMERICS, attention_function, layer_of, without_seed
-from seqpar.integrations.hf.forward import dropped, making
+from seqpar.integrations.hf.forward import Forward, current, dropped
 from seqpar.integrations.hf.indexed import attend, layers
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import dropping_tokens, scaled
@@ -51,7 +51,8 @@ class SurroundingRule(PlanSource):
     def now(self, given: Sequence[Any], seed: int | None) -> Given:
         """The surrounding plan with the rule's mask, its comm, and the seed."""
         plan, comm, _, step = surrounding()
-        return Given(making()(plan, self.rule), comm, derived_seed(step, self.layer))
+        make = (current() or Forward()).make
+        return Given(make(plan, self.rule, None), comm, derived_seed(step, self.layer))
 
 
 _source = lru_cache(maxsize=256)(SurroundingRule)  # of (rule, layer): values without a state

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqpar.data.host import read_entries
 from seqpar.data.rows import POSITIONS, STARTS
 from seqpar.integrations.hf.config import by_longest
-from seqpar.integrations.hf.forward import longest
+from seqpar.integrations.hf.forward import current
 
 
 def lengthy(model: nn.Module) -> list[nn.Module]:
@@ -84,12 +84,11 @@ def turn(
 
     Raises: RuntimeError if it is called again in a backward pass.
     """
-    length = longest()
-    if length is None:
+    if (state := current()) is None:
         raise RuntimeError(
             f"{type(rotary).__name__} depends on the longest position of all ranks' batches, and is called outside the "
             "model's forward, as when a checkpoint repeats it; checkpoint the layers, which get its angles"
         )
-    last = position_ids.new_full((*position_ids.shape[:-1], 1), max(length - 1, 0))
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), max(state.longest - 1, 0))
     angles = forward(x, torch.cat([position_ids, last], -1), *rest, **named)
     return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(y[..., :-1, :] for y in angles)

@@ -45,14 +45,14 @@ class Towers(NamedTuple):
             lender = min((rank for rank, each in enumerate(every) if kind in each), key=lambda r: every[r][kind])
             if lender != self.comm.rank:
                 continue
-            if self._features(kind) is None:
+            if (features := self._features(kind)) is None:
                 missing = NotImplementedError(
                     f"{type(self.model).__name__} has no get_{kind}_features, so a rank without {kind} cannot run its "
                     f"towers on a blank input; supply {kind} on every rank, or freeze all parameters outside the text "
                     "model"
                 )
             else:
-                lend[kind] = self._lent(kind, own)
+                lend[kind] = _lent(features, own)
         lent = self.comm.gather(f"{what}: shapes of images", (runs, lend), missing)
         training = [rank for rank, (runs, _) in enumerate(lent) if runs]
         if 0 < len(training) < self.comm.size:
@@ -62,8 +62,8 @@ class Towers(NamedTuple):
             )
         found = {kind: shapes for _, each in lent for kind, shapes in each.items() if kind not in sizes}
         return [
-            partial(self._run_blank, kind, {n: _like(x, self.model.device) for n, x in found[kind].items()})
-            for kind in MEDIA if kind in found
+            partial(features, **{n: _like(x, self.model.device) for n, x in found[kind].items()})
+            for kind in MEDIA if kind in found and (features := self._features(kind))
         ]  # fmt: skip
 
     def _run_without_input(self) -> bool:
@@ -83,20 +83,6 @@ class Towers(NamedTuple):
             return None
         taken = inspect.signature(features).parameters
         return next((own[name] for name in others if name in taken), None)
-
-    def _lent(self, kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The properties of this rank's inputs that other ranks need for blank ones, by names of `_features`."""
-        features = self._features(kind)
-        assert features is not None
-        named = inspect.signature(features).parameters
-        lent = {n: _shape(own[n]) for n in named if isinstance(own.get(n), (Tensor, np.ndarray, list, tuple))}
-        needed = {n: None for n, p in named.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-        return needed | lent  # an input that the forward hands on even if it was not given is None
-
-    def _run_blank(self, kind: str, given: dict[str, Any]) -> Any:
-        features = self._features(kind)
-        assert features is not None  # as on the rank that lent its shapes
-        return features(**given)
 
     def _features(self, kind: str) -> Callable[..., Any] | None:
         """The function that makes features of a kind of inputs, up to what replaces embeddings of tokens, or None."""
@@ -118,6 +104,14 @@ class TensorSpec(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def _lent(features: Callable[..., Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of this rank's inputs that other ranks need for blank ones, by names."""
+    named = inspect.signature(features).parameters
+    lent = {n: _shape(own[n]) for n in named if isinstance(own.get(n), (Tensor, np.ndarray, list, tuple))}
+    needed = {n: None for n, p in named.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    return needed | lent  # an input that the forward hands on even if it was not given is None
 
 
 def _shape(x: Any) -> Any:

@@ -44,8 +44,7 @@ from seqpar.integrations.hf.mask import (
     united,
 )
 from seqpar.integrations.hf.model import ParallelTransformer
-from seqpar.integrations.hf.reading import output_of
-from seqpar.integrations.hf.request import (
+from seqpar.integrations.hf.reading import (
     DOCUMENTS,
     OF_LOSS,
     OPTIONS,
@@ -53,9 +52,8 @@ from seqpar.integrations.hf.request import (
     ROWS,
     UNSEEN,
     BatchCall,
-    arguments_of,
-    misgiven,
-)  # fmt: skip
+    with_effect,
+)
 from seqpar.integrations.hf.towers import Towers, zero_of
 
 # Other inputs of the text model with a value per token: offsets of positions, features between layers.
@@ -134,14 +132,14 @@ class ParallelVision(ParallelTransformer):
 
     @partial(torch.compiler.disable, recursive=False)
     def _forward(
-        self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+        self, module: PreTrainedModel, before: Callable[..., Any], given: dict[str, Any], error: Exception | None
     ) -> Any:
         if module is not self.text:
-            return before(*args, **named) if self._vision else self._whole_forward(module, before, args, named)
+            return before(**given) if self._vision else self._whole_forward(module, before, given, error)
         if self._vision is None:  # the text model alone
-            return super()._forward(module, before, args, named)
+            return super()._forward(module, before, given, error)
         state = self._vision
-        rows = self._rows(state, args, named)
+        rows = self._rows(state, given)
         return self._run(before, state.own, rows)
 
     def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -152,9 +150,9 @@ class ParallelVision(ParallelTransformer):
 
     @partial(torch.compiler.disable, recursive=False)
     def _whole_forward(
-        self, module: PreTrainedModel, before: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+        self, module: PreTrainedModel, before: Callable[..., Any], given: dict[str, Any], error: Exception | None
     ) -> Any:
-        state, own, chunked = self._asked(module, args, named)
+        state, own, chunked = self._asked(module, given, error)
         hidden: list[Tensor] | None = [] if chunked else None
         self._hidden, kept, self._vision = hidden, self._hidden, state
         try:
@@ -172,12 +170,11 @@ class ParallelVision(ParallelTransformer):
 
     @uncompiled
     def _asked(
-        self, module: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]
+        self, module: PreTrainedModel, given: dict[str, Any], error: Exception | None
     ) -> tuple[VisionForward, dict[str, Any], bool]:
         """The forward to come, the arguments of the model's own code, and whether its loss needs no logits."""
-        own = arguments_of(module, args, named)
-        given, who = frozenset(own), type(module).__name__
-        error: Exception | None = misgiven(type(module), args, named)
+        own, who = with_effect(given), type(module).__name__
+        names = frozenset(own)
         asking = can_ask(self.model) and asks(self.model)
         off = not own.get(ASKED, True)
         if off:
@@ -197,18 +194,18 @@ class ParallelVision(ParallelTransformer):
             asked["output_hidden_states"] = True
         blank = Towers(self.model, self.text, self.comm).blank_runs(f"{who}.forward", own, error)
         labels = any(name in asked for name in LABELS)
-        _, chunked = output_of(self.model, self.fit, self.logits, labels=labels)
+        _, chunked = self._reader.output_of(self.logits, labels=labels)
         own |= {"return_dict": True} | caching(self.model) | ({ASKED: False} if asking else {})
         if chunked:
             own["logits_to_keep"] = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-        return VisionForward(module, given, asked, blank, own.get("logits_to_keep")), own, chunked
+        return VisionForward(module, names, asked, blank, own.get("logits_to_keep")), own, chunked
 
     @uncompiled
-    def _rows(self, state: VisionForward, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    def _rows(self, state: VisionForward, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments with which the text model computes this rank's rows."""
         if state.call is not None:
             raise NotImplementedError(f"{type(state.module).__name__} calls its text model more than once")
-        given = arguments_of(self.text, args, named)
+        given = with_effect(given)
         given.pop("logits_to_keep", None)  # of the head, which some hand on
         if "inputs_embeds" not in given and "input_ids" in given:
             given["inputs_embeds"] = self.text.get_input_embeddings()(given.pop("input_ids"))
@@ -228,7 +225,7 @@ class ParallelVision(ParallelTransformer):
         state.padding = given.get("attention_mask")
         try:
             with during(None):
-                state.call, state.own, rows = self._share(state.module, (), given | state.asked, state.error)
+                state.call, state.own, rows = self._share(state.module, given | state.asked, state.error)
         except BaseException:
             state.refused = True
             raise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm import Comm
-from seqpar.facts.intervals import Spans, expand, linear_spans
+from seqpar.facts.intervals import expand, linear_spans
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.ops.core.agreement import gathering
@@ -44,17 +44,6 @@ def bounds_of(mask: Tensor, rows: int, keys: int) -> tuple[Ints, Ints]:
             f"{last[gaps[0]] - 1}, expected one interval of keys"
         )
     return lo, hi
-
-
-def compressed(lo: Ints, hi: Ints, rows: int) -> Spans:
-    """The bounds of the first rows as spans, small if they are regular."""
-    return linear_spans(lo[:rows], hi[:rows])
-
-
-def expanded(spans: Spans, rows: int) -> tuple[Ints, Ints]:
-    """The bounds of this many rows."""
-    count = np.diff(np.append(spans.start, rows))
-    return expand(spans.lo, count, spans.lo_step), expand(spans.hi, count, spans.hi_step)
 
 
 def samples_meet(plan: Plan, rank: int, samples: int) -> bool:
@@ -138,11 +127,12 @@ def plan_under(mask: Tensor, plan: Plan, comm: Comm, *, hinted: bool) -> Plan:
             )
         if not plan.rows(rank):
             mask = mask.new_zeros(0, plan.mask.kv_tokens)
-        rows = bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens)
-        bounds.own = compressed(*rows, plan.layout.tokens(rank))
+        rows, tokens = bounds_of(mask, plan.rows(rank), plan.mask.kv_tokens), plan.layout.tokens(rank)
+        bounds.own = linear_spans(*(bound[:tokens] for bound in rows))  # without pads; small if they are regular
     lo, hi = np.zeros((2, plan.mask.tokens), np.int64)
     for peer, spans in enumerate(bounds.every):
         at = plan.layout.positions(peer)
-        lo[at], hi[at] = expanded(spans, at.size)
+        count = np.diff(np.append(spans.start, at.size))
+        lo[at], hi[at] = expand(spans.lo, count, spans.lo_step), expand(spans.hi, count, spans.hi_step)
     lengths = plan.mask.lengths if plan.mask.tokens == plan.mask.kv_tokens else None
     return plan.with_mask(Mask.from_bounds(lo, hi, kv_tokens=plan.mask.kv_tokens, lengths=lengths))

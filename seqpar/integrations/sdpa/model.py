@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from seqpar.comm import Comm
 from seqpar.comm.entry import refuse_transforms, uncompiled
 from seqpar.foreign.wrap import ParallelModel, refuse_unready
-from seqpar.integrations.sdpa.calls import ModelCall, key_of
 from seqpar.integrations.sdpa.reroute import Local, Rerouting, sdpa
-from seqpar.integrations.sdpa.trials import refused, warn_untried
+from seqpar.integrations.sdpa.trials import ModelCall, key_of, refused, warn_untried
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.compared import leaves

@@ -112,7 +112,8 @@ class Rerouting(TorchFunctionMode):
             raise RuntimeError("sdpa: this block is entered already; enter a new one to nest them")
         self.surroundings = nullcontext() if under_trial() else surround(self.plan, self.comm, met=not self.tries)
         self.calls, self.outside = self.first, under_way()
-        self.models = ModelsInside(self.plan, self.comm, self._alike, sys._getframe(1)) if self.tries else None
+        alike = partial(sdpa, self.plan, self.comm, local=self.local)
+        self.models = ModelsInside(self.plan, self.comm, alike, sys._getframe(1)) if self.tries else None
         self.surroundings.__enter__()
         FUSED_PATHS.__enter__()
         super().__enter__()
@@ -279,7 +280,8 @@ class Rerouting(TorchFunctionMode):
             if record is not None:
                 self.calls += 1
                 return record.attended((*q.shape[:2], v.shape[2]), q, k, v)
-            if samples > 1 and self._samples_meet(samples):
+            asked = self.plan, self.comm.rank, samples
+            if samples > 1 and self.plan.memo(("samples meet", *asked[1:]), lambda: samples_meet(*asked)):
                 told = (
                     f"sdpa: got {samples} samples of {rows[0] // samples} rows ({self._shown()}) on rank "
                     f"{self.comm.rank}, expected samples that do not see each other under {self.plan.mask!r}"
@@ -299,7 +301,8 @@ class Rerouting(TorchFunctionMode):
                     "rows of one process's mask over all keys, seqpar.shard(mask, plan, rank)"
                 )
             seed = self._seed_of(dropout_p)
-            run_again_inside(self._again(self.calls), self, self.outside)
+            how = self.plan, self.comm, self.local, self.seed, self.numerics
+            run_again_inside(partial(Rerouting, *how, first=self.calls, again=True), self, self.outside)
         plan = (
             self.plan
             if mask is None
@@ -354,16 +357,6 @@ class Rerouting(TorchFunctionMode):
                 stacklevel=2,
             )
 
-    def _alike(self) -> Rerouting:
-        """A block for trials of what this one called."""
-        return sdpa(self.plan, self.comm, local=self.local)
-
-    def _again(self, first: int) -> Callable[[], Rerouting]:
-        def again() -> Rerouting:
-            return Rerouting(self.plan, self.comm, self.local, self.seed, self.numerics, first=first, again=True)
-
-        return again
-
     def _check_meaning(self, is_causal: bool) -> None:
         """Raise ValueError if a call without attn_mask means a mask other than the plan's."""
         mask = self.plan.mask
@@ -377,10 +370,6 @@ class Rerouting(TorchFunctionMode):
                 f"sdpa: a call with is_causal={is_causal} and no attn_mask means {meant!r}, as of Mask(lengths, "
                 f"causal={is_causal}), and the plan has {mask!r}; give the plan that mask, or the call its attn_mask"
             )
-
-    def _samples_meet(self, samples: int) -> bool:
-        plan, rank = self.plan, self.comm.rank
-        return plan.memo(("samples meet", rank, samples), lambda: samples_meet(plan, rank, samples))
 
     def _seed_of(self, dropout_p: float) -> int | None:
         if not dropout_p:

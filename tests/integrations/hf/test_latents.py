@@ -150,12 +150,19 @@ def _sharded(comm: Comm, kind: str, first: bool) -> tuple[float, dict[str, Tenso
     return float(loss.detach()), {n: grad / comm.size for n, grad in grads.items()}
 
 
+def refused(comm: Comm) -> None:
+    with islands(DOUBLE), pytest.raises(NotImplementedError, match="fully_shard has .* consists of several configs"):
+        _sharded(comm, "mistral_large4", True)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", [False, True])
 def test_layers_may_be_sharded(first) -> None:
     kinds = tuple(kind for kind in KINDS if not first or kind != "mistral_large4")  # of which no small one is made
     for kind, *found in zip(kinds, *run_processes(2, sharded, kinds, first, timeout=900.0), strict=True):
         check(found, alone(build(kind), batches("packed", 2), DOUBLE), 1e-9)
+    if first:
+        run_processes(2, refused, timeout=300.0)
 
 
 def curved(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

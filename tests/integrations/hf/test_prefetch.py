@@ -150,7 +150,7 @@ def test_a_short_batch_that_comes_again_is_planned_once() -> None:
 
     counts = run_threads(2, rank)
     assert counts == [3, 3]
-    kept = plans.Plans(model, causal=True)
+    kept = plans.Plans(model, causal=True, plan=None, derive=lambda plan: None)
     for n in range(1, 3 * plans.KEPT):
         assert kept(np.array([n]), 2, brought=None).mask.tokens == n
     assert len(kept._kept) == plans.KEPT

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,36 +17,37 @@ from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
+from seqpar.integrations.hf.recurrent import linear, mamba, rglru, shortconv
 from seqpar.integrations.hf.recurrent.states import states_of
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
 
-# The function of each mixer, in a file of this package that is loaded when a model has such a mixer. It takes the
-# mixer, its input [1, T, hidden], and the handle of a plan and a comm, and returns what the mixer does.
-MIXERS = {
-    "MambaMixer": "mamba.mamba",
-    "FalconMambaMixer": "mamba.mamba",
-    "JambaMambaMixer": "mamba.mamba",
-    "ZambaMambaMixer": "mamba.zamba",
-    "RecurrentGemmaRecurrentBlock": "rglru.recurrent_gemma",
-    "MiniMaxLightningAttention": "linear.lightning",
-    "Mamba2Mixer": "mamba.mamba2",
-    "BambaMixer": "mamba.mamba2",
-    "GraniteMoeHybridMambaLayer": "mamba.mamba2",
-    "NemotronHMamba2Mixer": "mamba.mamba2",
-    "Zamba2MambaMixer": "mamba.mamba2",
-    "FalconH1Mixer": "mamba.falcon_h1",
-    "Qwen3NextGatedDeltaNet": "linear.qwen3_next",
-    "Qwen3_5GatedDeltaNet": "linear.qwen3_5",
-    "Qwen3_5MoeGatedDeltaNet": "linear.qwen3_5",
-    "OlmoHybridGatedDeltaNet": "linear.olmo_hybrid",
-    "KimiLinearDeltaAttention": "linear.kimi",
-    "BailingHybridDeltaAttention": "linear.bailing",
-    "Lfm2ShortConv": "shortconv.short_conv",
-    "Lfm2MoeShortConv": "shortconv.short_conv",
-    "Lfm3ShortConv": "shortconv.short_conv",
+# The function of each mixer. It takes the mixer, its input [1, T, hidden], and the handle of a plan and a comm, and
+# returns what the mixer does.
+MIXERS: dict[str, Callable[..., Any]] = {
+    "MambaMixer": mamba.mamba,
+    "FalconMambaMixer": mamba.mamba,
+    "JambaMambaMixer": mamba.mamba,
+    "ZambaMambaMixer": mamba.zamba,
+    "RecurrentGemmaRecurrentBlock": rglru.recurrent_gemma,
+    "MiniMaxLightningAttention": linear.lightning,
+    "Mamba2Mixer": mamba.mamba2,
+    "BambaMixer": mamba.mamba2,
+    "GraniteMoeHybridMambaLayer": mamba.mamba2,
+    "NemotronHMamba2Mixer": mamba.mamba2,
+    "Zamba2MambaMixer": mamba.mamba2,
+    "FalconH1Mixer": mamba.falcon_h1,
+    "Qwen3NextGatedDeltaNet": linear.qwen3_next,
+    "Qwen3_5GatedDeltaNet": linear.qwen3_5,
+    "Qwen3_5MoeGatedDeltaNet": linear.qwen3_5,
+    "OlmoHybridGatedDeltaNet": linear.olmo_hybrid,
+    "KimiLinearDeltaAttention": linear.kimi,
+    "BailingHybridDeltaAttention": linear.bailing,
+    "Lfm2ShortConv": shortconv.short_conv,
+    "Lfm2MoeShortConv": shortconv.short_conv,
+    "Lfm3ShortConv": shortconv.short_conv,
 }
 # Those that a split cache does not serve: states of channels, a cache of MiniMax's own, and attention of Zamba 2 that
 # several layers share.
@@ -96,7 +95,7 @@ def unsplit_mixers(model: nn.Module) -> list[str]:
 
 def begins_at_zero(model: nn.Module) -> bool:
     """Whether mixers of a model begin anew where a position is 0, and nowhere else."""
-    return any(MIXERS[name_of(mixer)].startswith("rglru.") for mixer in mixers(model))
+    return any(MIXERS[name_of(mixer)] is rglru.recurrent_gemma for mixer in mixers(model))
 
 
 def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
@@ -107,20 +106,14 @@ def mix(mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **
     Raises: RuntimeError where no plan surrounds the call; NotImplementedError for a cache.
     """
     if (states := states_of()) is not None:
-        return states.mixed(_function(name_of(mixer)), mixer, hidden_states, SURROUNDING)
+        return states.mixed(MIXERS[name_of(mixer)], mixer, hidden_states, SURROUNDING)
     if any(named.get(name) is not None for name in CACHES):
         raise NotImplementedError(f"{type(mixer).__name__} got a cache, which is not split over ranks")
     if hidden_states.dim() != 3 or len(hidden_states) != 1:
         raise ValueError(
             f"{type(mixer).__name__} got {list(hidden_states.shape)} under a plan, whose rows are [1, T, hidden]"
         )
-    return _function(name_of(mixer))(mixer, hidden_states, SURROUNDING)
-
-
-@cache
-def _function(kind: str) -> Callable[[nn.Module, Tensor, Tensor], Any]:
-    file, _, name = MIXERS[kind].partition(".")
-    return getattr(import_module(f"seqpar.integrations.hf.recurrent.{file}"), name)  # type: ignore[no-any-return]
+    return MIXERS[name_of(mixer)](mixer, hidden_states, SURROUNDING)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weigh
 from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, LocalHead, pools
 from seqpar.integrations.hf.indexed import chosen_by_order, few_chosen
-from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, softcapped, tokens_of
+from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, tokens_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
 from seqpar.integrations.hf.recurrent.mixers import as_written, exact_tables, mixers
@@ -205,7 +205,7 @@ class TrialRuns:
         with during(self.state):
             return before(*args, **named | {"attention_mask": padding_of(named.get("attention_mask"))})
 
-    def _note(self, plan: Plan, rule: Rule) -> Plan:
+    def _note(self, plan: Plan, rule: Rule, ids: Tensor | None) -> Plan:
         self.rules.add(rule)
         return planned(plan, rule)
 
@@ -379,7 +379,8 @@ def _head(runs: TrialRuns, whole: Any, hidden: Tensor | None) -> tuple[nn.Linear
     head, softcap = runs.model.get_output_embeddings(), softcap_of(runs.model)
     if hidden is None or type(head) is not nn.Linear or "logits" not in whole or hidden.shape[-1] != head.in_features:
         return None, 0.0
-    logits = softcapped(head(hidden.to(head.weight.dtype)), softcap)  # a residual in fp32 leaves them wider
+    logits = head(hidden.to(head.weight.dtype))  # a residual in fp32 leaves them wider
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     return (head, softcap) if _same(logits, whole["logits"], logits.abs().max()) else (None, 0.0)
 
 
