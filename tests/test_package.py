@@ -114,12 +114,12 @@ ORDER = {
     "integrations": """
         adapters hf hf/config hf/latents
         sdpa/fused sdpa/mask sdpa/trials sdpa/reroute sdpa/model sdpa
-        hf/mask hf/forward hf/attention hf/indexed hf/planning hf/plans hf/prefetch
-        hf/recurrent hf/recurrent/states hf/recurrent/shortconv hf/recurrent/linear hf/recurrent/mamba
+        hf/mask hf/forward hf/attention hf/indexed hf/planning hf/plans
+        hf/recurrent hf/recurrent/states hf/recurrent/linear hf/recurrent/mamba
         hf/recurrent/rglru hf/recurrent/mixers
-        hf/experts hf/heads hf/positions hf/rotary hf/rewritten_attention
+        hf/experts hf/heads hf/positions hf/rewritten_attention
         hf/logits hf/towers
-        hf/trial hf/trial/weights hf/trial/twin hf/trial/runs hf/trial/fit
+        hf/trial hf/trial/twin hf/trial/runs hf/trial/fit
         hf/own_configs hf/guard hf/reading hf/outputs hf/cache hf/handle hf/generation hf/model hf/vision
         rows diffusers/attend diffusers/forward diffusers/blocks diffusers/model diffusers
         parallelize transformers __init__

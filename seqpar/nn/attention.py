@@ -146,21 +146,16 @@ class Attention(nn.Module):
         """
         if comm is not None and plan is None:
             raise ValueError("a layer was given a comm without a plan")
-        if q.dim() == 4:
+        batched = q.dim() == 4
+        if batched:
             q, k, v = (_unbatched(x) for x in (q, k, v))
-            return self._attend(q, k, v, sinks, alibi_slopes, plan, comm, seed).unsqueeze(0)
-        return self._attend(q, k, v, sinks, alibi_slopes, plan, comm, seed)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, plan: Plan | Tensor | None,
-        comm: Comm | None, seed: int | None,
-    ) -> Tensor:  # fmt: skip
         dropout = self.dropout if self.training else 0.0
         options = Options(
             self.scale, self.softcap, dropout, seed, self.deterministic, self.kernel, self.accuracy, False
         )  # fmt: skip
         given = [] if plan is None else [plan] if comm is None else [plan, comm]
-        return ATTENTION((*autocasts([q, k, v]), sinks, slopes), [self.source, *given], *options)[0]
+        out = ATTENTION((*autocasts([q, k, v]), sinks, alibi_slopes), [self.source, *given], *options)[0]
+        return out.unsqueeze(0) if batched else out
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults."""

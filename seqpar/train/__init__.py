@@ -11,9 +11,9 @@ from seqpar.train.gradients import sync_gradients
 from seqpar.train.log_probs import token_log_probs
 from seqpar.train.loss import cross_entropy, linear_cross_entropy
 from seqpar.train.mean import Mean
-from seqpar.train.norms import check_model
 from seqpar.train.sums import all_sum, token_mean
 from seqpar.train.trace import trace
+from seqpar.trial.modules import check_model
 
 __all__ = [
     "Mean", "all_sum", "check_model", "clip_grad_norm", "cross_entropy", "grad_norm", "linear_cross_entropy",

@@ -383,13 +383,7 @@ def _use(grad: Tensor) -> bool:
 # Losses that the model's caller computes
 
 
-class _Last(threading.local):
-    """The checks of the last model whose caller computes the loss, in this thread."""
-
-    checks: Any = staticmethod(lambda: None)
-
-
-_last = _Last()
+_last = threading.local()  # its `checks` are of this thread's last model whose caller computes the loss
 
 
 def expect_loss(checks: StepChecks) -> None:
@@ -404,5 +398,5 @@ def check_average(what: str, rows: Tensor, average_over: int) -> None:
     """
     if average_over != 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled() or rows.grad_fn is None:
         return
-    if (checks := _last.checks()) is not None:
+    if (last := getattr(_last, "checks", None)) is not None and (checks := last()) is not None:
         checks.check_loss(what, average_over)

@@ -8,12 +8,15 @@ from typing import Any
 from torch import nn
 
 from seqpar.foreign import kind_of
+from seqpar.private import torch as torch_private
 from seqpar.private.transformers import recorded_of
 
 # Modules that look at other tokens by design, in models of tokens.
 OVER_TOKENS = (
     nn.RNNBase, nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d,
 )  # fmt: skip
+# Modules that normalise by statistics over tokens, which are on many ranks here, with pads among them.
+NORMS = (torch_private.BatchNorm, torch_private.InstanceNorm)
 SEES = "it has modules that see other tokens"
 OF_CHANNELS = ("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout")
 
@@ -81,3 +84,23 @@ def of_transformers(model: nn.Module) -> list[str]:
         "give it to seqpar.parallelize(model, comm) without sdpa=True, or load it with "
         "attn_implementation='seqpar' and call it inside seqpar.parallel(plan, comm)"
     ]
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise if a module of the model takes statistics over the tokens of one rank only.
+
+    Norms over a token's own channels (LayerNorm, RMSNorm) are right on any rows. So is BatchNorm with frozen statistics
+    (in eval); InstanceNorm never is. A loss that uses such statistics is not detected: compute it with `token_mean`.
+
+    Raises: NotImplementedError naming every such module.
+    """
+    found = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, NORMS) and (module.training or module.running_mean is None)
+    ]
+    if found:
+        raise NotImplementedError(
+            f"check_model: {', '.join(found)}: statistics over the tokens of one rank are not those of the batch; "
+            "freeze them with .eval(), or use LayerNorm, RMSNorm or GroupNorm over a token's channels"
+        )

@@ -35,10 +35,9 @@ from seqpar.facts.value import Ints, integer
 from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.latents import hands_on_latents, layers
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.positions import COLUMNS
+from seqpar.integrations.hf.positions import COLUMNS, lengthy
 from seqpar.integrations.hf.recurrent.mixers import unsplit_mixers
 from seqpar.integrations.hf.recurrent.states import MixerStates, Stored
-from seqpar.integrations.hf.rotary import lengthy
 from seqpar.kernels import merge
 from seqpar.ops.attention.merging import merge_ranks, part_of
 from seqpar.ops.core.device import autocast, no_autocast

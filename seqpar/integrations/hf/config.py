@@ -96,26 +96,6 @@ def unserved_attention(config: PreTrainedConfig) -> list[str]:
     return reasons
 
 
-def config_refusals(model: PreTrainedModel, *, recurrent: bool = False, shared: bool = False) -> list[str]:
-    """Reasons in a model's class and config against computing it row by row, whatever its attention.
-
-    recurrent, shared: as for `mixing_layers`.
-    """
-    reasons = []
-    config = model.config.get_text_config()
-    # an encoder alone may have the config of both
-    both = model.config.is_encoder_decoder and bool(OF_DECODERS & signature(type(model).forward).parameters.keys())
-    if both or getattr(config, "add_cross_attention", False):
-        reasons.append(CROSS)
-    reasons += mixing_layers(config, recurrent=recurrent, shared=shared)
-    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        if getattr(config, name, 0):
-            reasons.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
-    if getattr(config, "output_attentions", False):
-        reasons.append("output_attentions=True asks for weights that no rank computes")
-    return reasons
-
-
 def text_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model of tokens inside a model of images or sound; any other model itself."""
     # a class with another head may have the default, "text", though its base model takes images

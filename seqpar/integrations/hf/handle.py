@@ -38,11 +38,11 @@ from seqpar.integrations.hf.logits import loss_alone
 from seqpar.integrations.hf.mask import Blocks, Rule
 from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.own_configs import OwnConfigs
-from seqpar.integrations.hf.plans import Planner, Plans
+from seqpar.integrations.hf.plans import Planner, Plans, prefetched
+from seqpar.integrations.hf.positions import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.reading import DOCUMENTS, OF_LOSS, ROWS, Reader
 from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.rewritten_attention import MIXER, replacements
-from seqpar.integrations.hf.rotary import forgotten, lengths_kept, lengthy, turn
 from seqpar.integrations.hf.trial.fit import fitting
 from seqpar.integrations.hf.trial.runs import ModelFit
 from seqpar.integrations.hf.trial.twin import elsewhere, twin_of
@@ -169,8 +169,6 @@ class TransformerHandle(ParallelModel):
         ValueError on all ranks if some loaders have ended and others have not, and after a loader has written to a
         batch that it gave before: it must yield new tensors, as a DataLoader does.
         """
-        from seqpar.integrations.hf.prefetch import prefetched
-
         return prefetched(
             batches, self.comm, self._plans, self._lengths, depth=depth, device=device,
             replicated=self.source == "replicated",

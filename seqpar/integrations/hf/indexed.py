@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,16 +60,6 @@ class FetchingCache(Cache):
     def _fetched(self, *rows: Tensor) -> list[Tensor]:
         """Fetched rows; one of zeros if there are none, as the classes cannot reshape none."""
         return [x if len(x) else torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in fetch_all(rows, self._handle)]
-
-
-class _Backwards:
-    """A cache whose indexers' keys are in reverse order."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        return self._cache.update_indexer(indexer_key_states, layer_idx).flip(1)
 
 
 def layers(model: nn.Module) -> list[Any]:
@@ -138,7 +129,8 @@ def _compare(found: list[str], indexer: Any, given: tuple[Any, ...], named: dict
     is_mask = [isinstance(x, Tensor) and x.dtype is torch.bool for x in given]
     seen = given[is_mask.index(True)]
     reverse = [x.flip(-1) if mask else x for x, mask in zip(given, is_mask, strict=True)]
-    again = indexer.forward(*reverse, **named | {"cache": _Backwards(named["cache"])})
+    backwards = SimpleNamespace(update_indexer=lambda *keys: named["cache"].update_indexer(*keys).flip(1))
+    again = indexer.forward(*reverse, **named | {"cache": backwards})
     one, other = (torch.zeros_like(seen).scatter(-1, x.long(), True) for x in (out, seen.shape[-1] - 1 - again))
     if not torch.equal(one & seen, other & seen):
         found.append(type(indexer).__name__)

@@ -35,10 +35,9 @@ from seqpar.integrations.hf.handle import TransformerHandle
 from seqpar.integrations.hf.heads import HeadCall, LocalHead
 from seqpar.integrations.hf.mask import UnsupportedMask
 from seqpar.integrations.hf.outputs import graphs
-from seqpar.integrations.hf.positions import SHARES
+from seqpar.integrations.hf.positions import SHARES, length_of
 from seqpar.integrations.hf.reading import UNREAD, BatchCall, check_count, named_arguments, with_effect
 from seqpar.integrations.hf.recurrent.mixers import of_documents
-from seqpar.integrations.hf.rotary import length_of
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan

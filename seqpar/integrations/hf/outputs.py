@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from seqpar.integrations.hf.heads import POOLER, pooled_of
 from seqpar.integrations.hf.logits import mean_of_rows
 from seqpar.integrations.hf.reading import BatchCall
 from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, ModelFit
+from seqpar.private.torch import tree_leaves
 from seqpar.train.loss import cross_entropy, linear_loss
 from seqpar.train.sums import reported, sum_under
 
@@ -105,11 +105,6 @@ class Outputs(NamedTuple):
         return reported(part, whole / self.average_over)
 
 
-def graphs(results: object) -> Iterator[Tensor]:
+def graphs(results: object) -> list[Tensor]:
     """The tensors of results that have a graph, of those inside other results too."""
-    if isinstance(results, Tensor):
-        if results.grad_fn is not None:
-            yield results
-    elif isinstance(results, (Mapping, tuple, list)):
-        for each in results.values() if isinstance(results, Mapping) else results:
-            yield from graphs(each)
+    return [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.grad_fn is not None]

@@ -30,7 +30,6 @@ from seqpar.integrations.hf.plans import Plans
 from seqpar.integrations.hf.recurrent import rglru
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero
 from seqpar.integrations.hf.rewritten_attention import sees_places
-from seqpar.integrations.hf.rotary import lengthy
 from seqpar.integrations.hf.trial.runs import ModelFit, plain
 from seqpar.ops.core.device import autocast_dtype
 from seqpar.private.torch import backward_pass, forward_hooks, has_hooks
@@ -139,7 +138,7 @@ class Reader:
         self._plans, self._plain = plans, plain(model)
         self._pad, self._tried = positions.counted_pad(model), frozenset(acting(adapted(model)))
         self._at_zero, self._drops = begins_at_zero(model), positions.dropping_tokens(model)
-        by_rows = self._drops or lengthy(model) or fit.pooled or text_of(model) is not model
+        by_rows = self._drops or positions.lengthy(model) or fit.pooled or text_of(model) is not model
         self._counts = fit.counting in (positions.BY_TOKENS, positions.BY_WORDS)
         self._by_rows = bool(by_rows or self._counts)
 

@@ -7,7 +7,7 @@ the result. So its towers have gradients, and take part in collectives of DDP an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from seqpar.comm import Comm
 from seqpar.integrations.hf.config import MEDIA
+from seqpar.private.torch import tree_leaves
 
 EXACT = 4096  # values of a media input that ranks exchange; of larger ones only the shape
 
@@ -138,13 +139,5 @@ def zero_of(features: Any) -> Any:
     """0, depending on all features that reach the text model: not on hidden states next to them."""
     if isinstance(features, ModelOutput):
         features = [getattr(features, name, None) for name in ("pooler_output", "deepstack_features")]
-    return sum(0 * x.sum() for x in _tensors(features))
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        if x.is_floating_point():
-            yield x
-    elif isinstance(x, (Mapping, list, tuple)):
-        for each in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(each)
+    every = (x for x in tree_leaves(features) if isinstance(x, Tensor))
+    return sum(0 * x.sum() for x in every if x.is_floating_point())

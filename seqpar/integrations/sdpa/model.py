@@ -23,9 +23,8 @@ from seqpar.ops.core.compared import leaves
 from seqpar.ops.core.regions import under_way
 from seqpar.parallel import derived_seed, surrounded, surrounding
 from seqpar.plan import Plan
-from seqpar.train import check_model
 from seqpar.train.checks import StepChecks, expect_loss
-from seqpar.trial.modules import dropping, mixing, renorming
+from seqpar.trial.modules import check_model, dropping, mixing, renorming
 from seqpar.trial.record import under_trial
 
 

@@ -26,10 +26,9 @@ from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
 from seqpar.plan import Plan
 from seqpar.private.torch import wrapped_call
-from seqpar.train import check_model
 from seqpar.trial.compare import Verdict
 from seqpar.trial.identity import identity
-from seqpar.trial.modules import SEES, dropping, of_transformers, renorming
+from seqpar.trial.modules import SEES, check_model, dropping, of_transformers, renorming
 from seqpar.trial.rows import Positions
 from seqpar.trial.runs import READINGS, try_model
 

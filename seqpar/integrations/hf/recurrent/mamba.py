@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 
-from seqpar.integrations.hf.recurrent.shortconv import convolved
-from seqpar.integrations.hf.recurrent.states import linear_attention
+from seqpar.integrations.hf.recurrent.states import convolved, linear_attention
 from seqpar.kernels import acc_dtype
 from seqpar.recurrent import channel_scan
 

@@ -17,12 +17,19 @@ from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.forward import planned
 from seqpar.integrations.hf.mask import Rule
-from seqpar.integrations.hf.recurrent import linear, mamba, rglru, shortconv
-from seqpar.integrations.hf.recurrent.states import states_of
+from seqpar.integrations.hf.recurrent import linear, mamba, rglru
+from seqpar.integrations.hf.recurrent.states import convolved, states_of
 from seqpar.ops import bind
 from seqpar.ops.attention.source import Given, PlanSource
 from seqpar.parallel import surrounding
 from seqpar.plan import Plan
+
+
+def short_conv(mixer: nn.Module, x: Tensor, plan: Tensor) -> Tensor:
+    """The mixer of LFM2 and LFM3, a filter alone: [1, T, hidden] in and out."""
+    before, after, x = mixer.in_proj(x).chunk(3, -1)
+    return mixer.out_proj(after * convolved(mixer.conv, (before * x)[0], plan)[None])  # type: ignore[no-any-return]
+
 
 # The function of each mixer. It takes the mixer, its input [1, T, hidden], and the handle of a plan and a comm, and
 # returns what the mixer does.
@@ -45,9 +52,9 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "OlmoHybridGatedDeltaNet": linear.olmo_hybrid,
     "KimiLinearDeltaAttention": linear.kimi,
     "BailingHybridDeltaAttention": linear.bailing,
-    "Lfm2ShortConv": shortconv.short_conv,
-    "Lfm2MoeShortConv": shortconv.short_conv,
-    "Lfm3ShortConv": shortconv.short_conv,
+    "Lfm2ShortConv": short_conv,
+    "Lfm2MoeShortConv": short_conv,
+    "Lfm3ShortConv": short_conv,
 }
 # Those that a split cache does not serve: states of channels, a cache of MiniMax's own, and attention of Zamba 2 that
 # several layers share.

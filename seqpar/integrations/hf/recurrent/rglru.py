@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from seqpar.data.batch import Reading, read
 from seqpar.data.rows import MASK, POSITIONS
-from seqpar.integrations.hf.recurrent.shortconv import convolved
+from seqpar.integrations.hf.recurrent.states import convolved
 from seqpar.kernels import acc_dtype
 from seqpar.recurrent import channel_scan, shift
 

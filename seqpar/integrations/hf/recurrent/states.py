@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from seqpar import recurrent
 from seqpar.comm import Comm
@@ -28,11 +29,12 @@ from seqpar.facts.value import Ints
 from seqpar.integrations.hf.forward import current
 from seqpar.ops import unshard
 from seqpar.ops.core.device import autocasts
-from seqpar.ops.recurrent.conv import RowsWithHalo, convolved
+from seqpar.ops.recurrent import conv as filters
 from seqpar.ops.recurrent.rows import rank_runs
 from seqpar.plan import Plan
 
 FILTER, LINEAR = "filter", "linear"
+SILU = ("silu", "swish")  # two names of one function, which `causal_conv1d` has inside
 Stored = dict[tuple[int, str], Tensor]  # by layer and kind, [sequences, ...]
 
 
@@ -83,13 +85,14 @@ class MixerStates:
         at = (own.positions[own.starts[:-1]] - offsets[own.documents])[:, None] + np.arange(reach)
         run, row = np.nonzero(at < reach)  # of halos that begin before the new tokens
         before[run, row] = state[own.documents[run], at[run, row]].to(x.dtype)
-        y = convolved(x, weight, bias, before.flatten(0, 1), RowsWithHalo.of(plan, rank, reach), activation)
+        rows = filters.RowsWithHalo.of(plan, rank, reach)
+        y = filters.convolved(x, weight, bias, before.flatten(0, 1), rows, activation)
         last = np.minimum(self.lengths, reach)
-        rows = rows_at(x, plan, self.comm, expand(offsets[1:] - last, last))
+        read = rows_at(x, plan, self.comm, expand(offsets[1:] - last, last))
         at = self.lengths[:, None] + np.arange(-reach, 0)
         old = np.arange(last.size)[:, None] * reach + at + reach
         new = last.size * reach + (np.cumsum(last)[:, None] + np.arange(-reach, 0))
-        self._leaves(FILTER, torch.cat([state.flatten(0, 1), rows])[np.where(at < 0, old, new)])
+        self._leaves(FILTER, torch.cat([state.flatten(0, 1), read])[np.where(at < 0, old, new)])
         return y
 
     def linear(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -121,6 +124,20 @@ def states_of() -> MixerStates | None:
     """The states of the forward with a split cache that this thread is in, if any."""
     state = None if torch.compiler.is_compiling() else current()
     return None if state is None else state.states
+
+
+def convolved(conv: nn.Conv1d, x: Tensor, plan: Tensor, activation: str | None = None) -> Tensor:
+    """This rank's rows [T, C] through a module's causal depthwise filters, in x's dtype.
+
+    As in transformers the product is of the filters' dtype, or of autocast's. plan: the handle of a plan and a comm.
+    """
+    weight = conv.weight.squeeze(1)
+    inside = "silu" if activation in SILU else None
+    if (states := states_of()) is not None:
+        y = states.convolved(x.to(weight.dtype), weight, conv.bias, inside)
+    else:
+        y = recurrent.causal_conv1d(x.to(weight.dtype), weight, conv.bias, plan, activation=inside)
+    return (y if inside or activation is None else ACT2FN[activation](y)).to(x.dtype)
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, **options: Any) -> Tensor:

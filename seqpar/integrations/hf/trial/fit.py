@@ -15,12 +15,20 @@ from transformers import PreTrainedModel
 
 from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.attention import OwnMask
-from seqpar.integrations.hf.config import EDITED, MEDIA, NO_INTERFACE, caching, config_refusals, mixing_layers, text_of
+from seqpar.integrations.hf.config import (
+    CROSS,
+    EDITED,
+    MEDIA,
+    NO_INTERFACE,
+    OF_DECODERS,
+    caching,
+    mixing_layers,
+    text_of,
+)
 from seqpar.integrations.hf.heads import LocalHead, has_pad, tried
-from seqpar.integrations.hf.positions import dropping_tokens
+from seqpar.integrations.hf.positions import dropping_tokens, forgotten, lengthy
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rewritten_attention import rewritten_attention
-from seqpar.integrations.hf.rotary import forgotten, lengthy
 from seqpar.integrations.hf.trial.runs import (
     NO_ROWS,
     POOLED,
@@ -30,8 +38,7 @@ from seqpar.integrations.hf.trial.runs import (
     findings,
     precise,
 )
-from seqpar.integrations.hf.trial.twin import elsewhere, twin_of, unlike
-from seqpar.integrations.hf.trial.weights import NoWeights, check_weights
+from seqpar.integrations.hf.trial.twin import NoWeights, check_weights, elsewhere, twin_of, unlike
 from seqpar.private import torch as torch_private
 from seqpar.private.transformers import can_set_attention
 from seqpar.trial.modules import dropping
@@ -54,10 +61,19 @@ def refusals(model: PreTrainedModel) -> list[str]:
         reasons.append("it computes input_ids of several choices, [B, choices, S]")
     if not can_set_attention(model)() and not rewritten_attention(model):
         reasons.append(NO_INTERFACE)
-    known = mixers(model)
+    known, config = mixers(model), model.config.get_text_config()
+    # an encoder alone may have the config of both
+    takes = inspect.signature(type(model).forward).parameters.keys()
+    if (model.config.is_encoder_decoder and OF_DECODERS & takes) or getattr(config, "add_cross_attention", False):
+        reasons.append(CROSS)
     served = any(find(model) for find in (lengthy, rewritten_attention, dropping_tokens, indexed.layers))
-    shared = served or not mixing_layers(model.config.get_text_config(), recurrent=True)
-    reasons += config_refusals(model, recurrent=bool(known), shared=shared)
+    shared = served or not mixing_layers(config, recurrent=True)
+    reasons += mixing_layers(config, recurrent=bool(known), shared=shared)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            reasons.append(f"{name}={getattr(config, name)} leaves out layers on some ranks and not on others")
+    if getattr(config, "output_attentions", False):
+        reasons.append("output_attentions=True asks for weights that no rank computes")
     inside = {part for mixer in known for part in mixer.modules()}
     text = text_of(model)
     rows = set(text.modules())  # what lies outside of the text model sees the rank's own images

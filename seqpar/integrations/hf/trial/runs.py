@@ -36,7 +36,7 @@ from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
 from seqpar.integrations.hf.recurrent.mixers import as_written, exact_tables, mixers
 from seqpar.integrations.hf.rewritten_attention import rewritten_attention
-from seqpar.integrations.hf.trial.weights import check_shown
+from seqpar.integrations.hf.trial.twin import check_shown
 from seqpar.ops.core.collective_op import layer_calls
 from seqpar.parallel import surround
 from seqpar.plan import Plan

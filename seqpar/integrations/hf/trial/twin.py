@@ -1,4 +1,4 @@
-"""A small model of the same classes, tried in place of one whose weights are elsewhere.
+"""Whether a model has the weights that a trial needs; else a small model of the same classes is tried in its place.
 
 On the meta device parameters hold nothing, sharded ones are there in part, and DeepSpeed's ZeRO 3 leaves them empty.
 A trial finds out masks, positions, losses and rows that meet, which follow from the classes and the config, not from
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,7 +25,6 @@ from seqpar.foreign.wrap import ForwardWrapper, replaced
 from seqpar.integrations.hf.attention import implementation
 from seqpar.integrations.hf.config import FFN, HEADS, HIDDEN, KEY_HEADS, LAYERS
 from seqpar.integrations.hf.rewritten_attention import replacements
-from seqpar.integrations.hf.trial.weights import NoWeights
 from seqpar.private.transformers import ATTENTION, LOSS_FUNCTION, attention_of
 
 _making = threading.Lock()  # the generator is one for all threads
@@ -37,6 +36,10 @@ AT_MOST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
     "vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+
+
+class NoWeights(NotImplementedError):
+    """A model that cannot be tried, because its weights are elsewhere or not loaded yet."""
 
 
 def elsewhere(model: PreTrainedModel) -> str:
@@ -78,6 +81,32 @@ def unlike(model: PreTrainedModel, where: str, why: str) -> NoWeights:
     return NoWeights(
         f"parallelize({name_of(model)}): {where}, so a small model of its config is tried in its place, but {why}; "
         "load the weights on every rank, then call parallelize"
+    )
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Raise NoWeights for a model with embeddings that tell no tokens apart."""
+    for name, module in model.named_modules():
+        # an embedding of two rows or fewer is of token types, which may be zero
+        if isinstance(module, nn.Embedding) and len(module.weight) > 2:
+            if not bool(module.weight.isfinite().all()):
+                raise _later(model, f"{name}.weight has infinities or NaN")
+            if bool((module.weight == module.weight[-1]).all()):
+                raise _later(model, f"{name}.weight is the same for every token")
+
+
+def check_shown(model: PreTrainedModel, apart: Tensor, together: Tensor) -> None:
+    """Raise NoWeights if a trial showed nothing. Rows [1, T, n]: each token alone, and all in one document."""
+    if not (apart.isfinite().all() and together.isfinite().all()):
+        raise _later(model, "it gives infinities or NaN for a few tokens")
+    if apart.equal(together):
+        raise _later(model, "its attention changes nothing")
+
+
+def _later(model: PreTrainedModel, what: str) -> NoWeights:
+    return NoWeights(
+        f"parallelize({type(model).__name__}): {what}, as if its weights were not loaded yet; "
+        "load or initialise the weights, then call parallelize"
     )
 
 
