@@ -118,9 +118,9 @@ ORDER = {
         hf/recurrent hf/recurrent/states hf/recurrent/linear hf/recurrent/mamba
         hf/recurrent/rglru hf/recurrent/mixers
         hf/experts hf/heads hf/positions hf/rewritten_attention
-        hf/logits hf/towers
+        hf/towers
         hf/trial hf/trial/twin hf/trial/runs hf/trial/fit
-        hf/own_configs hf/guard hf/reading hf/outputs hf/cache hf/handle hf/generation hf/model hf/vision
+        hf/own_configs hf/guard hf/reading hf/cache hf/handle hf/generation hf/model hf/vision
         rows diffusers/attend diffusers/forward diffusers/blocks diffusers/model diffusers
         parallelize transformers __init__
     """,

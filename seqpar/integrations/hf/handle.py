@@ -34,13 +34,11 @@ from seqpar.integrations.hf.forward import LayerPlans, planned
 from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall
 from seqpar.integrations.hf.latents import EXPAND, Latents, decide, described, layers
-from seqpar.integrations.hf.logits import loss_alone
 from seqpar.integrations.hf.mask import Blocks, Rule
-from seqpar.integrations.hf.outputs import Outputs
 from seqpar.integrations.hf.own_configs import OwnConfigs
 from seqpar.integrations.hf.plans import Planner, Plans, prefetched
 from seqpar.integrations.hf.positions import forgotten, lengths_kept, lengthy, turn
-from seqpar.integrations.hf.reading import DOCUMENTS, OF_LOSS, ROWS, Reader
+from seqpar.integrations.hf.reading import DOCUMENTS, OF_LOSS, ROWS, Reader, loss_alone
 from seqpar.integrations.hf.recurrent.mixers import of_documents
 from seqpar.integrations.hf.rewritten_attention import MIXER, replacements
 from seqpar.integrations.hf.trial.fit import fitting
@@ -114,9 +112,6 @@ class TransformerHandle(ParallelModel):
             average_over=average_over, replicated=replicated,
         )  # fmt: skip
         self._copies = comm.size if replicated else 1  # how often num_items_in_batch counts a label
-        self._outputs = Outputs(
-            model, comm, self.fit, average_over, self._copies, self.returned, bool(self._replaced)
-        )  # fmt: skip
         self._checks = StepChecks(model, comm, average_over=average_over)
         self._undone.callback(self._checks.close)
         self._install()

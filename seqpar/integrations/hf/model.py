@@ -4,8 +4,8 @@
     agree     ranks compare the call and exchange the lengths of documents   data/union.py
     share     the batch becomes this rank's rows under a plan                plans.py, data/share.py
     run       the model's own forward computes them                          forward.py, attention.py, recurrent/
-    home      output rows return to the rank that supplied the batch         outputs.py, data/share.py
-    loss      of the union of all ranks' batches                             outputs.py, heads.py
+    home      output rows return to the rank that supplied the batch         data/share.py
+    loss      of the union of all ranks' batches                             experts.py, heads.py
 
 Labels never reach the model, whose own loss would be the mean over a rank's rows. The instance's ``forward`` is
 replaced, inside anything that wraps it or hooks into the model's calls (autocast, DDP, FSDP2, adapters): at that point
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial, wraps
 from typing import Any
 
@@ -24,24 +25,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seqpar.comm.entry import refuse_transforms, uncompiled
-from seqpar.data import Share
+from seqpar.data import Share, back
 from seqpar.data.share import choose, take
 from seqpar.data.union import announce
 from seqpar.facts.value import Ints
 from seqpar.foreign.wrap import PARALLEL, replaced
 from seqpar.integrations.hf.cache import ShardedCache
+from seqpar.integrations.hf.experts import LOGITS, LOSS, Balance, balance, weight_of
 from seqpar.integrations.hf.forward import Forward, during
 from seqpar.integrations.hf.handle import TransformerHandle
-from seqpar.integrations.hf.heads import HeadCall, LocalHead
+from seqpar.integrations.hf.heads import POOLER, HeadCall, LocalHead, pooled_of
 from seqpar.integrations.hf.mask import UnsupportedMask
-from seqpar.integrations.hf.outputs import graphs
 from seqpar.integrations.hf.positions import SHARES, length_of
 from seqpar.integrations.hf.reading import UNREAD, BatchCall, check_count, named_arguments, with_effect
 from seqpar.integrations.hf.recurrent.mixers import of_documents
+from seqpar.integrations.hf.trial.runs import PER_TOKEN, SHIFTS, mean_of_rows
 from seqpar.ops.core.agreement import plan_key, remember
 from seqpar.parallel import derived_seed, surround
 from seqpar.plan import Plan
-from seqpar.private.torch import forward_hooks
+from seqpar.private.torch import forward_hooks, tree_leaves
+from seqpar.train.loss import cross_entropy, linear_loss
+from seqpar.train.sums import reported, sum_under
 
 
 class ParallelTransformer(TransformerHandle):
@@ -209,15 +213,86 @@ class ParallelTransformer(TransformerHandle):
 
     @uncompiled
     def _home(self, module: PreTrainedModel, call: BatchCall, own: Share, out: Any, hidden: list[Tensor] | None) -> Any:
-        """The model's output for this rank's own batch, with the loss of all batches."""
+        """The model's output for this rank's own batch, with the loss of all batches. A collective.
+
+        out: of this rank's rows. hidden: the base model's, where the loss is computed without logits.
+        """
         if self._head is not None:
             self._head.share = own
-        results = self._outputs.home(module, call, own, out, hidden)
-        self._checks.note_results(own.plan.layout.tokens(self.comm.rank), graphs(results))
-        if call.recomputed:
-            for x in graphs(results):
+        results = self._returned(module, call, own, out, hidden)
+        graphs = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.grad_fn is not None]
+        self._checks.note_results(own.plan.layout.tokens(self.comm.rank), graphs)
+        for x in graphs:
+            if self._replaced:  # mixers look their plan up again if a checkpoint repeats them: it stays with the graph
+                x.grad_fn.metadata["seqpar"] = own.plan  # type: ignore[union-attr]
+            if call.recomputed:
                 x.register_hook(self._check_awake)
+        whole = type(out)(**results)
+        return whole if call.return_dict else whole.to_tuple()
+
+    def _returned(
+        self, module: PreTrainedModel, call: BatchCall, own: Share, out: Any, hidden: list[Tensor] | None
+    ) -> dict[str, Any]:
+        """The entries of that output."""
+        served = {*PER_TOKEN, *self.returned, *((LOGITS, LOSS) if call.routers else ()), *self.fit.pooled * (POOLER,)}
+        # what else a class returns may be of one rank's rows, and is left out
+        results = {field.name: getattr(out, field.name) if field.name in served else None for field in fields(out)}
+        even = None
+        if results.get(LOSS) is not None:
+            even = balance(results[LOGITS], self.model, own.plan, self.comm)
+            results[LOSS] = reported(even.share * self.average_over, even.whole)
+        if call.labels:
+            results["loss"] = self._loss(call, own, results.get("logits"), hidden, even)
+        for name in PER_TOKEN:
+            if results.get(name) is not None:
+                results[name] = back(own, results[name][0]) if call.logits else None
+        if results.get(POOLER) is not None:
+            results[POOLER] = pooled_of(module, results["last_hidden_state"])
+        if results.get("hidden_states") is not None:
+            if odd := [list(x.shape) for x in results["hidden_states"] if x.shape[:-1] != (1, len(own.positions))]:
+                raise NotImplementedError(
+                    f"{type(module).__name__} returns hidden_states of shape {odd[0]}, expected a row for each of "
+                    f"{len(own.positions)} tokens; leave output_hidden_states out"
+                )
+            results["hidden_states"] = tuple(back(own, x[0]) for x in results["hidden_states"])
+        if results.get(LOGITS) is not None:
+            home = [back(own, x.reshape(-1, x.shape[-1])) for x in results[LOGITS]] if call.logits else []
+            # as models return them, [B * S, experts] of each layer
+            results[LOGITS] = tuple(x.reshape(-1, x.shape[-1]) for x in home) if call.logits else None
         return results
+
+    def _loss(
+        self, call: BatchCall, own: Share, logits: Tensor | None, hidden: list[Tensor] | None, even: Balance | None
+    ) -> Tensor:
+        """The loss of the union of all ranks' batches, with the gradient of this rank's share."""
+        scale: dict[str, Any] = {"valid": own.valid, "average_over": self.average_over}
+        if call.items is not None:  # whose giver also scales for wrappers
+            scale = {"valid": own.valid}
+            if self.fit.by_items:  # a mean over more than this batch
+                scale = {"valid": call.items.reshape(()) if isinstance(call.items, Tensor) else int(call.items)}
+                scale["average_over"] = self._copies
+        labels = own.tensors["labels"]
+        if hidden is not None:
+            assert self.fit.head is not None
+            head, rows = self.fit.head, hidden[-1][0].to(self.fit.head.weight.dtype)
+            part = linear_loss(rows, head.weight, head.bias, labels, softcap=self.fit.softcap, **scale)
+        else:
+            assert logits is not None
+            if self.model.loss_function in SHIFTS:
+                part = cross_entropy(logits[0], labels, **scale)
+            else:
+                count = int((labels != -100).sum())
+                mean = mean_of_rows(self.model, logits[0], labels, self.fit.shift) if count else logits.sum() * 0.0
+                part = mean * count / scale["valid"] * scale.get("average_over", 1)
+        if even is not None:
+            weight = weight_of(self.model) * (1 if call.items is not None else self.average_over)
+            part = part + (weight * even.share).to(part)
+        if call.items is not None:
+            return part
+        whole = sum_under(
+            part, self.comm, f"{type(self.model).__name__}.forward: the loss", {"plan": own.plan.digest()}
+        )
+        return reported(part, whole / self.average_over)
 
     @partial(torch.compiler.disable, recursive=False)
     def _local_head_forward(

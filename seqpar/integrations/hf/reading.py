@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from seqpar.data import Share
 from seqpar.data.batch import FACTS, Reading
 from seqpar.data.host import read_entries
 from seqpar.data.rows import LABELS, MASK
+from seqpar.foreign.wrap import replaced
 from seqpar.integrations.adapters import acting, acting_adapters, adapted, unfit_adapters, unfit_wrapper
 from seqpar.integrations.hf import positions
 from seqpar.integrations.hf.config import ASKED, takes_any, text_of
@@ -25,12 +27,11 @@ from seqpar.integrations.hf.experts import asks, can_ask, weight_of
 from seqpar.integrations.hf.forward import current
 from seqpar.integrations.hf.guard import ModelGuard
 from seqpar.integrations.hf.heads import HeadCall, LocalHead, misread, ranks_outside
-from seqpar.integrations.hf.logits import loss_alone, softcap_of, tokens_of
 from seqpar.integrations.hf.plans import Plans
 from seqpar.integrations.hf.recurrent import rglru
 from seqpar.integrations.hf.recurrent.mixers import begins_at_zero
 from seqpar.integrations.hf.rewritten_attention import sees_places
-from seqpar.integrations.hf.trial.runs import ModelFit, plain
+from seqpar.integrations.hf.trial.runs import ModelFit, plain, softcap_of, tokens_of
 from seqpar.ops.core.device import autocast_dtype
 from seqpar.private.torch import backward_pass, forward_hooks, has_hooks
 
@@ -119,6 +120,28 @@ def check_count(items: Any, labels: int) -> None:
             f"num_items_in_batch is {int(items)}, but the batches of all ranks have {labels} labels that count; count "
             "those of all ranks, as Trainer does with average_tokens_across_devices=True"
         )
+
+
+_step = threading.local()  # of Trainer
+
+
+def loss_alone() -> bool:
+    """Whether this thread is in a step of `Trainer` that reads the loss alone.
+
+    The first call after Trainer was imported has its `prediction_step` tell it; that is as before in all else.
+    """
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is None or hasattr(method := trainer.prediction_step, "_seqpar_former"):
+        return getattr(_step, "loss_alone", False)
+
+    @wraps(method)
+    def step(trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **named: Any) -> Any:
+        with replaced(_step, {"loss_alone": prediction_loss_only}):
+            return method(trainer, model, inputs, prediction_loss_only, *args, **named)
+
+    step._seqpar_former = method  # type: ignore[attr-defined]
+    trainer.prediction_step = step
+    return False
 
 
 class Reader:

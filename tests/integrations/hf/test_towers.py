@@ -13,7 +13,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar import Comm
-from seqpar.integrations.hf.outputs import Outputs
+from seqpar.integrations.hf.model import ParallelTransformer
 from seqpar.integrations.hf.vision import ParallelVision
 from seqpar.testing import run_threads
 from tests.ecosystem.architectures import IMAGES, MORE_IMAGES, SEEN, Architecture, build, config_of
@@ -220,14 +220,14 @@ def test_router_logits_that_no_call_asks_for() -> None:
 def test_any_error_after_the_models_own_forward_is_told_to_all_ranks(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = Outputs._loss
+    loss = ParallelTransformer._loss
 
-    def failing(self: Outputs, *args: Any) -> Tensor:
+    def failing(self: ParallelTransformer, *args: Any) -> Tensor:
         if self.comm.rank:
             raise MemoryError("nothing left")
         return loss(self, *args)
 
-    monkeypatch.setattr(Outputs, "_loss", failing)
+    monkeypatch.setattr(ParallelTransformer, "_loss", failing)
     model = build(IMAGES.get(kind) or Architecture(kind, "dense"), dtype=torch.float32)
     ids = torch.arange(1, 13)[None]
     begin = time.monotonic()

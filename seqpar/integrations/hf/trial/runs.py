@@ -31,7 +31,6 @@ from seqpar.integrations.hf.experts import LOGITS, LOSS, balance, can_ask, weigh
 from seqpar.integrations.hf.forward import Forward, MaskPlaceholder, during, padding_of, planned
 from seqpar.integrations.hf.heads import POOLER, LocalHead, pools
 from seqpar.integrations.hf.indexed import chosen_by_order, few_chosen
-from seqpar.integrations.hf.logits import mean_of_rows, softcap_of, tokens_of
 from seqpar.integrations.hf.mask import Rule
 from seqpar.integrations.hf.positions import counted_pad, counting_of, dropping_tokens, shares
 from seqpar.integrations.hf.recurrent.mixers import as_written, exact_tables, mixers
@@ -101,24 +100,42 @@ def plain(model: PreTrainedModel) -> dict[str, Any]:
     return caching(model) | ({ASKED: False} if can_ask(model) else {})
 
 
-@contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """A context without dropout and autocast, uncompiled, for a trial."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with eager(model), torch.autocast(model.device.type, enabled=False):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def softcap_of(model: PreTrainedModel) -> float:
+    """The softcap of the logits, by the config; 0 for none."""
+    config = model.config.get_text_config()
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+    return float(next((cap for cap in caps if cap), 0.0))
+
+
+def tokens_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the output embeddings have; None if that is unknown."""
+    return getattr(model.get_output_embeddings(), "out_features", None)
+
+
+def mean_of_rows(model: PreTrainedModel, rows: Tensor, labels: Tensor, shift: str) -> Tensor:
+    """The mean of a model's own loss_function over rows of logits [T, n] with a label [T] that counts.
+
+    Where it shifts labels itself, each row is followed by a row of which nothing is predicted, and has its label there.
+    """
+    if shift == "row":
+        rows, labels = torch.stack([rows, rows], 1), torch.stack([torch.full_like(labels, -100), labels], 1)
+    else:
+        rows, labels = rows[None], labels[None]
+    config = model.config.get_text_config()
+    return model.loss_function(logits=rows, labels=labels, vocab_size=config.vocab_size)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def precise(model: nn.Module) -> Iterator[None]:
-    """A quiet context in which rounding hides nothing, nor do weights that are nearly 0."""
-    with quiet(model), exact_tables(model), few_chosen(model), drawn(model):
-        yield
+    """A context without dropout and autocast, uncompiled, in which rounding and weights of nearly 0 hide nothing."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with eager(model), exact_tables(model), few_chosen(model), drawn(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class TrialRuns:
