@@ -104,7 +104,7 @@ ORDER = {
         recurrent/local recurrent/pipeline recurrent/checks recurrent/call recurrent/whole recurrent/blocks
         recurrent/computed recurrent/linear recurrent/channels __init__
     """,
-    "nn": "attention multihead __init__",
+    "nn": "attention __init__",
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
     "trial": """

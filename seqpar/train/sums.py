@@ -64,10 +64,9 @@ def all_sum(x: Tensor, comm: Comm) -> Tensor:
             raise ValueError("x is on the meta device, which holds no values to sum")
         if x.dtype == torch.bool:
             raise ValueError("the sum of booleans, expected numbers; give x.long()")
-        if not adds(x.dtype) and x.is_floating_point():
-            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.float()")
         if not adds(x.dtype):
-            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give x.long()")
+            other = "x.float()" if x.is_floating_point() else "x.long()"
+            raise NotImplementedError(f"all_sum of {x.dtype}, in which PyTorch does not add; give {other}")
     return ALL_SUM([x], [comm])[0]
 
 

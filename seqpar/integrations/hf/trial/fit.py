@@ -96,7 +96,12 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
     reasons = refusals(model)
     if not reasons:
         if where := elsewhere(model):
-            return _fit_of_twin(model, where)
+            with twin_of(model, where) as twin:
+                try:
+                    fit = fitting(twin)
+                except NotImplementedError as error:
+                    raise unlike(model, where, f"it is refused: {error}") from None
+            return fit._replace(head=None if fit.head is None else model.get_output_embeddings())
         found = _tried(model)
         if isinstance(found, ModelFit):
             return found
@@ -108,16 +113,6 @@ def fitting(model: PreTrainedModel, *, part: bool = False) -> ModelFit:
             reasons = [head]
     why = f"{type(model).__name__} cannot be computed on several ranks: {', and '.join(reasons)}"
     raise NotImplementedError(why + _remedy(model, reasons, part=part))
-
-
-def _fit_of_twin(model: PreTrainedModel, where: str) -> ModelFit:
-    """The findings on a small model of the same config. where: of the model's weights, in words."""
-    with twin_of(model, where) as twin:
-        try:
-            fit = fitting(twin)
-        except NotImplementedError as error:
-            raise unlike(model, where, f"it is refused: {error}") from None
-    return fit._replace(head=None if fit.head is None else model.get_output_embeddings())
 
 
 def _tried(model: PreTrainedModel) -> ModelFit | list[str]:

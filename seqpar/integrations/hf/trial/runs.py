@@ -198,7 +198,9 @@ class TrialRuns:
         first = layer_calls.run
         try:
             with surround(plan, LocalComm()), replaced(text, inner), during(state):
-                given = plain(self.model) | hiding(self.model) | self._typed(ids) | options
+                given = plain(self.model) | hiding(self.model) | options
+                if self.model.training and TYPES in signature(type(self.model).forward).parameters:
+                    given.setdefault(TYPES, torch.zeros_like(ids)[None])  # text: Molmo 2 does not train without types
                 out = self.model.forward(input_ids=ids[None], return_dict=True, **given)
             if under_trial() is None:
                 self.calls = min(self.calls, layer_calls.run - first)
@@ -210,11 +212,6 @@ class TrialRuns:
     def close(self, a: Tensor, b: Tensor) -> bool:
         """Whether rows are equal up to rounding; parts of models in double precision compute in single precision."""
         return close(a.float(), b.float(), self.rough)
-
-    def _typed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The types of tokens of text, where a model takes types: Molmo 2 does not train without."""
-        taken = self.model.training and TYPES in signature(type(self.model).forward).parameters
-        return {TYPES: torch.zeros_like(ids)[None]} if taken else {}
 
     def _on_rows(self, before: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """A call of a text model inside the model: it makes its masks itself, and some hand on the model's labels."""
