@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from seqpar.comm import Comm
 from seqpar.comm.entry import uncompiled
+from seqpar.ops.core.collective_op import is_dtensor
 from seqpar.plan import Plan
 from seqpar.private.torch import wrapped_call
 from seqpar.trial.compare import Verdict
@@ -131,9 +132,7 @@ def ranks_meet(model: nn.Module) -> bool:
     kinds: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.SyncBatchNorm)
     if fsdp is not None:
         kinds += fsdp.FSDPModule, fsdp.FullyShardedDataParallel
-    tensor: Any = sys.modules.get("torch.distributed.tensor")
-    sharded = tensor is not None and any(isinstance(x, tensor.DTensor) for x in model.parameters())
-    return sharded or any(isinstance(module, kinds) for module in model.modules())
+    return any(map(is_dtensor, model.parameters())) or any(isinstance(module, kinds) for module in model.modules())
 
 
 def outermost(below: FrameType | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
