@@ -277,6 +277,9 @@ def test_fit_traces_the_layers_of_transformers(tmp_path: Path, capsys: pytest.Ca
     counted, traced = longest
     assert traced["own-loss"] < 0.9 * counted["own-loss"]  # of the four norms of a layer the config says nothing
     assert traced["own-loss"] < traced["keep-attention"] < traced["full"] < traced["tiled"]
+    config.write_text(json.dumps({"model_type": "gemma2", **sizes, **more}))
+    assert main(["fit", "--lengths", "9", "--model", str(config), "--trace"]) == 2
+    assert "transformers has no Gemma2ForCausalLM with F.scaled_dot_product_attention" in capsys.readouterr().err
     config.write_text(json.dumps({"model_type": "mixtral", **sizes, **more, **experts}))  # grouped in bfloat16
     flags = ("--lengths", "9", "--model", str(config), "--weights", "float32", "--trace")
     assert main(["fit", *flags]) == 2 and "seqpar fit: --trace: Expected inputs of BF16" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ def add_command(commands: Any) -> None:
         description="From document lengths, a model and a machine: what each layer recomputes or keeps on the\n"
         "host, how many ranks pay, how long a document fits, and the lines that set it up.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_lengths(parser)
     parser.add_argument("--ranks", type=integer, default=8, help="ranks that there are (default: 8)")
@@ -129,7 +127,12 @@ def _traced(args: Any, training: Training) -> ModelShape:
                 raise CommandError(f"--trace: {type(model).__name__} has no list of {shape.layers} layers")
             blocks = trace_layers(layers, lambda: model(input_ids=ids, use_cache=False))
     except (ValueError, RuntimeError) as error:  # NotImplementedError is one
-        raise CommandError(f"--trace: {error}; without --trace, layers are counted from the config") from None
+        kind, without, _ = (why := str(error)).partition(" does not support an attention implementation")
+        if without:
+            why = (
+                f"transformers has no {kind} with F.scaled_dot_product_attention, and its other attention keeps scores"
+            )
+        raise CommandError(f"--trace: {why}; without --trace, layers are counted from the config") from None
     return replace(shape, blocks=tuple(blocks))
 
 

@@ -35,11 +35,12 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Counts bytes of the storages that exist, those of weights and their gradients apart.
 
     weights: of these shapes, in any order of dimensions. early, late: the most bytes while less than half of the
-    gradients existed, and afterwards.
+    gradients existed, and afterwards. scores: whether a tensor had so many rows twice.
     """
 
-    def __init__(self, weights: list[torch.Size]) -> None:
+    def __init__(self, weights: list[torch.Size], rows: int) -> None:
         super().__init__()
+        self.rows, self.scores = rows, False
         self.now = self.early = self.late = 0
         self._shapes, self._sizes = {tuple(sorted(shape)) for shape in weights}, dict[int, int]()
         whole = sum(shape.numel() for shape in weights)
@@ -59,6 +60,7 @@ class _Live(torch_private.TorchDispatchMode):  # type: ignore[misc]
 
     def _begin(self, x: Tensor, storage: Any) -> None:
         key, elements, size = torch_private.cdata(storage), 0, storage.nbytes()
+        self.scores |= list(x.shape).count(self.rows) > 1
         if tuple(sorted(x.shape)) in self._shapes:
             elements, size = x.numel(), 0
         self._sizes[key] = size
@@ -112,12 +114,16 @@ def trace(block: nn.Module, *args: Any, **named: Any) -> BlockBytes:
     found = []
     for policy in POLICIES:
         small, large = measured(policy, ROWS), measured(policy, 2 * ROWS)
-        lines = [(round((b - a) / (large.rows - small.rows)), 2 * a - b) for a, b in zip(small[1:], large[1:])]
+        lines = [(round((b - a) / (large.rows - small.rows)), 2 * a - b) for a, b in zip(small[1:4], large[1:4])]
         if min(fixed for _, fixed in lines) < -large.rows:  # a straight line begins with something
+            why = "a part that is not attention, as a recurrence, takes the more for a row the more rows there are"
+            if large.scores:
+                why = (
+                    "attention must keep no scores: call F.scaled_dot_product_attention without a mask or dropout, as "
+                    "attn_implementation='sdpa' does"
+                )
             raise ValueError(
-                f"trace: bytes of {type(block).__name__} grow faster than its rows, {small} and {large}; attention "
-                "must keep no scores: call F.scaled_dot_product_attention without a mask or dropout, as "
-                "attn_implementation='sdpa' does"
+                f"trace: bytes of {type(block).__name__} grow faster than its rows, {small} and {large}; {why}"
             )
         held, early, late = (row for row, _ in lines)
         fixed = max(0, *(fixed for _, fixed in lines[1:]))
@@ -156,12 +162,16 @@ def trace_layers(layers: Iterable[nn.Module], run: Callable[[], object]) -> list
 
 
 class _Bytes(NamedTuple):
-    """What a block holds, and the most in its backward, early and late, in bytes for a number of rows."""
+    """What a block holds, and the most in its backward, early and late, in bytes for a number of rows.
+
+    scores: whether a tensor had a number for each pair of rows.
+    """
 
     rows: int
     held: int
     early: int
     late: int
+    scores: bool
 
 
 def _input(args: Any, named: Any) -> Tensor:
@@ -198,7 +208,7 @@ def _measured(
 
     weights = [p.shape for p in block.parameters()]
     try:
-        with torch_private.FakeTensorMode(), _Live(weights) as live:
+        with torch_private.FakeTensorMode(), _Live(weights, length) as live:
             twin = copy.deepcopy(block, {id(x): unmade(x) for x in (*block.parameters(), *block.buffers())})
             set_policy(twin, policy, tile_rows)
             shared = torch_private.tree_map_only(Tensor, lengthened, (args, named))
@@ -212,7 +222,8 @@ def _measured(
             f"trace: {type(block).__name__} reads values of its tensors ({error}), and here they have none; choose an "
             "implementation that needs shapes alone, as experts_implementation='grouped_mm'"
         ) from error
-    return _Bytes(length * math.prod(given.shape[:-2]), *(x - before for x in (held, live.early, live.late)))
+    sizes = (x - before for x in (held, live.early, live.late))
+    return _Bytes(length * math.prod(given.shape[:-2]), *sizes, live.scores)
 
 
 def set_policy(block: nn.Module, policy: str, tile_rows: int) -> None:

@@ -104,10 +104,19 @@ class Sums(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
+class Chunks(nn.Module):
+    """A module that keeps a number for each pair of chunks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chunks = x[:, ::61].sum(-1)
+        return x * torch.exp(chunks[:, None] - chunks[..., None]).sum()
+
+
 @pytest.mark.parametrize(
     ("block", "args", "error", "match"),
     [
-        (Block("eager"), (torch.empty(1, 7, H),), ValueError, "Block grow faster than its rows"),
+        (Block("eager"), (torch.empty(1, 7, H),), ValueError, "Block grow faster than its rows, .*keep no scores"),
+        (Chunks(), (torch.empty(1, 7, H),), ValueError, "a part that is not attention, as a recurrence"),
         (Block(), (torch.empty(1, H, H),), ValueError, "8 rows are two dimensions"),
         (Block("fused"), (torch.empty(1, 7, H), torch.empty(1, 1, 7, 7)), ValueError, "and no mask"),
         (Block(), (), ValueError, "of which the first is its input"),
