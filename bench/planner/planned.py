@@ -103,7 +103,7 @@ def whole_documents(lengths: Sequence[int], ranks: int, shape: ModelShape, hardw
     """The plan of whole documents: the costliest first, each to the rank with least work."""
     w = Weights.of(shape, hardware)
     tokens = np.asarray(lengths, np.int64)
-    cost = (w.row + shape.layers * w.query) * tokens + shape.layers * w.pair * (tokens * (tokens + 1) // 2)
+    cost = (w.row + shape.layers * w.both.query) * tokens + shape.layers * w.both.pair * (tokens * (tokens + 1) // 2)
     start = np.cumsum(tokens) - tokens
     load, shards = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
     for document in np.argsort(-cost, kind="stable").tolist():
@@ -141,7 +141,7 @@ def predicted(plan: seqpar.Plan, shape: ModelShape, hardware: Hardware) -> float
     part = part._replace(tally=t._replace(near=t.near + t.far, far=zero, merging=zero, keys=zero, sent=zero))
     alone = ticks(found._replace(masks=[[part]]), w, stage_bytes=plan.stage_bytes).total
     wire = np.maximum(keys, sent) * (2 * w.inside.key + w.inside.grad) + 3 * w.inside.latency * (keys + sent > 0)
-    return int((alone + shape.layers * (wire + w.key * keys)).max()) * w.second
+    return int((alone + shape.layers * (wire + w.both.key * keys)).max()) * w.second
 
 
 class Layers:

@@ -18,7 +18,7 @@ from seqpar import plan_batch
 from seqpar.facts.intervals import Runs, cut, summed
 from seqpar.facts.layout import Layout
 from seqpar.facts.value import Ints
-from seqpar.plan.counts import area_of
+from seqpar.plan.counts import areas_of
 
 Schedule = list[Micro] | None
 SLACK = 1 / 4  # rows of a rank above the mean that this package's plans may have
@@ -410,7 +410,7 @@ def _area(case: Case, start: Ints, stop: Ints) -> Ints:
     """Attended pairs of stretches of the packed batch."""
     mask = case.layers[0][0]
     piece, source = cut(Runs(start, stop - start, np.ones_like(start)), mask.breaks)
-    return summed(source, area_of(mask, piece), start.size)
+    return summed(source, areas_of(mask, piece).sum(0), start.size)
 
 
 def dispatch(case: Case, chunk: int) -> Schedule:
@@ -444,7 +444,7 @@ def bytes_first(case: Case, knob: tuple[int, float]) -> Schedule:
     start = begin + index * block
     rows = np.minimum(block, case.lengths[document] - index * block)
     w = case.weights
-    work = case.shape.layers * (w.pair * _area(case, start, start + rows) + w.query * rows)
+    work = case.shape.layers * (w.both.pair * _area(case, start, start + rows) + w.both.query * rows)
     work_cap = (1 + tolerance) * int(work.sum()) / case.ranks
     row_cap = min(case.room, int((1 + tolerance) * case.mean) + 1)
     order = np.lexsort((-index, document, -case.lengths[document]))

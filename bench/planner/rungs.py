@@ -18,7 +18,7 @@ import numpy as np
 from bench.planner.exact import Blocks, Choice, brute, everywhere, knapsack, optimum, random_blocks, two_rungs
 from seqpar.planner import Hardware, ModelShape, Training, plan_batch
 from seqpar.planner.ladder import RUNGS as LADDER
-from seqpar.planner.ladder import Machine, _first
+from seqpar.planner.ladder import Machine, first_with_room
 from seqpar.planner.memory import Memory
 from seqpar.planner.problem import STAGE_BYTES
 
@@ -71,7 +71,7 @@ def fitted(blocks: Blocks, model: ModelShape, machine: Hardware, lengths: list[i
     """What `fit` takes for one micro-batch of these documents."""
     at, rows = Machine(model, machine, TRAINING, ranks), sum(lengths) // ranks
     names = [name for name, (_, whole_logits) in LADDER.items() if not whole_logits and name != "state-on-host"]
-    mixes = [_first(at, part, rows) for part in at.mixes(names)]
+    mixes = [first_with_room(at, part, rows) for part in at.mixes(names)]
     order = np.arange(model.layers)
     chosen = [np.where(order < mix.number, RUNGS.index(mix.first), RUNGS.index(mix.rest)) for mix in mixes]
     return min(Choice(blocks.time(rungs), tuple(rungs.tolist())) for rungs in chosen)

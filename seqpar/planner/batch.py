@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -155,9 +154,9 @@ def choose(
     """
     mask = layers[0][0]
     every, documents = layers_in(layers), len(mask.lengths)
-    stage = launches_in(layers) * (w.forward.stage + w.backward.stage)
-    fetch = Fetching(every * w.key, every * w.merge, stage, max(1, TYPICAL_STAGE // w.row_bytes))
-    batch = Documents(mask.lengths, total, w.per_row + every * w.query, fetch)
+    stage = launches_in(layers) * w.both.stage
+    fetch = Fetching(every * w.both.key, every * w.both.merge, stage, max(1, TYPICAL_STAGE // w.row_bytes))
+    batch = Documents(mask.lengths, total, w.per_row + every * w.both.query, fetch)
     even = np.minimum(room, mask.tokens // ranks + 1)
     rooms, spare = [(batch, even)], bool((even != room).any())
     costs = batch
@@ -234,7 +233,7 @@ def _decided(rivals: list[Candidate], mask: Mask, w: Weights, node: int, *, laye
         return (ticks.total - ticks.head).max(-1) + ticks.head.max(-1) if layerwise else ticks.total.max(-1)
 
     counts_of = [counts for _, counts in ways]
-    ticks = ticks_of_each(counts_of, replace(w, recurrent=None), stage_bytes=STAGE_BYTES)
+    ticks = ticks_of_each(counts_of, w, stage_bytes=STAGE_BYTES)
     if w.recurrent is not None:
         layer, rows = w.recurrent.layer, np.array([counts.rows for counts in counts_of])
 

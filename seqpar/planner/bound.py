@@ -7,9 +7,6 @@ agree. The power is 0 up to about 10 million tokens in a document.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.planner.cost import LARGEST, Layers
 from seqpar.planner.count import again, areas
@@ -24,9 +21,10 @@ def document_ticks(layers: Layers, w: Weights) -> Ints:
     Every pair is computed once, and every row once in each band in which it sees keys; a document has at least one
     piece; if cut, it also costs fetched rows.
     """
-    ticks = layers[0][0].lengths * (w.per_row)
+    ticks, each = layers[0][0].lengths * w.per_row, w.both
     for mask, count in layers:
-        ticks = ticks + count * (w.pair * w.areas(areas(mask)) + w.query * (mask.lengths + again(mask)) + w.piece)
+        pairs, rows = w.areas(areas(mask)), mask.lengths + again(mask)
+        ticks = ticks + count * (each.pair * pairs + each.query * rows + each.piece)
     return ticks
 
 
@@ -40,9 +38,9 @@ def lower_bound(layers: Layers, w: Weights, ranks: int, *, least: Ints | None = 
     """
     tokens = layers[0][0].tokens
     ticks = document_ticks(layers, w) if least is None else least
-    start = (w.forward.stage + w.backward.stage) * launches_in(layers)
+    start = w.both.stage * launches_in(layers)
     shared = -(-int(ticks.sum()) // ranks)
-    rows = -(-tokens // ranks) * (w.per_row)
+    rows = -(-tokens // ranks) * w.per_row
     return max(shared, rows) + (start if tokens >= ranks else 0)
 
 
@@ -66,28 +64,23 @@ def weights_for(
     """
     finest = Weights.of(shape, hardware)
     moved = moved_ticks(layers, finest, rows=rows, stage_bytes=stage_bytes) if stage_bytes else 0
-    for area in (_area_at_most, Mask.area):  # most batches are far from any limit: a coarse bound will do
-        spent = whole_ticks(layers, finest, area) + moved
-        # counting a layer's stages multiplies its ticks by five
-        most = max(spent, 5 * (spent // max(1, layers_in(layers))))
-        if most < LARGEST:
-            return finest
+    spent = whole_ticks(layers, finest) + moved
+    # counting a layer's stages multiplies its ticks by five
+    most = max(spent, 5 * (spent // max(1, layers_in(layers))))
+    if most < LARGEST:
+        return finest
     # a margin, since weights are rounded
     return Weights.of(shape, hardware, coarse=(most // LARGEST).bit_length() + 3)
 
 
-def whole_ticks(layers: Layers, w: Weights, area: Callable[[Mask], int] = Mask.area) -> int:
-    """Ticks of all documents, each whole on one rank. area: the pairs of a mask, or more."""
-    mask = layers[0][0]
+def whole_ticks(layers: Layers, w: Weights) -> int:
+    """Ticks of all documents, each whole on one rank."""
+    mask, each = layers[0][0], w.both
     ticks = mask.tokens * w.per_row
     for mask, count in layers:
-        ticks += count * (w.pair * area(mask) + w.query * mask.tokens * len(mask.bands) + w.piece * len(mask.lengths))
+        rows = mask.tokens * len(mask.bands)
+        ticks += count * (each.pair * mask.area() + each.query * rows + each.piece * len(mask.lengths))
     return ticks
-
-
-def _area_at_most(mask: Mask) -> int:
-    """No fewer pairs than a mask has: as if every query saw as many keys as the longest document has."""
-    return mask.tokens * (int(mask.kv_lengths.max()) if mask.within_documents else mask.kv_tokens)
 
 
 def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> int:
@@ -95,11 +88,12 @@ def moved_ticks(layers: Layers, w: Weights, *, rows: int, stage_bytes: int) -> i
     tokens = layers[0][0].tokens
     stages = tokens // max(1, stage_bytes // w.row_bytes) + 3
     links = (w.inside, w.across)
-    row = w.key + sum(link.hop_key + link.hop_grad for link in links) + 2 * (w.inside.hop_enter + w.inside.hop_leave)
-    stage = w.forward.stage + w.backward.stage + 2 * sum(link.latency for link in links)
-    merged = min(2 * rows, tokens) * w.merge * stages
+    row = w.both.key + sum(link.hop_key + link.hop_grad for link in links)
+    row += 2 * (w.inside.hop_enter + w.inside.hop_leave)
+    stage = w.both.stage + 2 * sum(link.latency for link in links)
+    merged = min(2 * rows, tokens) * w.both.merge * stages
     ticks = 0 if w.recurrent is None else w.recurrent.most(tokens)
     for mask, count in layers:
         pieces = mask.breaks.size + 2 * len(mask.lengths) + 2
-        ticks += count * (row * tokens + w.piece * pieces + len(mask.bands) * ((stages + 2) * stage + merged))
+        ticks += count * (row * tokens + w.both.piece * pieces + len(mask.bands) * ((stages + 2) * stage + merged))
     return ticks

@@ -166,20 +166,9 @@ def nonnegative(terms: ArrayLike, target: ArrayLike, what: str) -> tuple[Floats,
 
 
 def _lowest(of: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function: the best point of a grid, then a golden-section search between its neighbours."""
-    grid = np.linspace(low, high, 25)
-    at = int(np.argmin([of(float(x)) for x in grid]))
-    a, b = float(grid[max(at - 1, 0)]), float(grid[min(at + 1, len(grid) - 1)])
-    golden = (math.sqrt(5) - 1) / 2
-    c, d = b - golden * (b - a), a + golden * (b - a)
-    at_c, at_d = of(c), of(d)
-    for _ in range(40):
-        if at_c < at_d:
-            b, d, at_d = d, c, at_c
-            c = b - golden * (b - a)
-            at_c = of(c)
-        else:
-            a, c, at_c = c, d, at_d
-            d = a + golden * (b - a)
-            at_d = of(d)
-    return (a + b) / 2
+    """The minimum of a function: the best point of a grid, then of finer ones between its neighbours."""
+    for _ in range(8):
+        grid = np.linspace(low, high, 25)
+        at = int(np.argmin([of(float(x)) for x in grid]))
+        low, high = float(grid[max(at - 1, 0)]), float(grid[min(at + 1, len(grid) - 1)])
+    return (low + high) / 2

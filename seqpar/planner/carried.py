@@ -14,11 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.facts.intervals import summed
-from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.recurrence import LayerBytes, LayerWork
-from seqpar.plan.residence import Residence
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel import LATENCY, halo_way, inside, layer_way
 from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid
@@ -71,20 +69,16 @@ class LayerTraffic(NamedTuple):
     peers: int
 
 
-def carried_by(mask: Mask, layout: Layout, layer: LayerBytes, *, node: int) -> LayerTraffic:
-    """What a layer passes under a layout of a mask's documents."""
-    return _carried(DocumentRuns.of(Residence(mask, layout, layout)), layer, node)
-
-
 def carried_of(mask: Mask, pieces: Pieces, layer: LayerBytes, *, ranks: int, node: int) -> LayerTraffic:
-    """The same for a layout given by pieces."""
+    """What a layer passes under the layout of a placement's pieces."""
     start = mask.offsets[pieces.document] + pieces.start
     order = start.argsort()
     start, count, rank, document = (x[order] for x in (start, pieces.count, pieces.rank, pieces.document))
-    return _carried(DocumentRuns.of_pieces(start, count, rank, document, ranks, mask.offsets), layer, node)
+    return traffic_of(DocumentRuns.of_pieces(start, count, rank, document, ranks, mask.offsets), layer, node=node)
 
 
-def _carried(runs: DocumentRuns, layer: LayerBytes, node: int) -> LayerTraffic:
+def traffic_of(runs: DocumentRuns, layer: LayerBytes, *, node: int) -> LayerTraffic:
+    """What a layer passes between the ranks that hold these runs."""
     ranks, none = runs.ranks, np.zeros(runs.ranks, np.int64)
     items: dict[str, Items] = {}
     late, blocks, leaving, waited = Items(none, none), 1, none, none
@@ -191,7 +185,7 @@ class RecurrentWeights:
 
         return cls(
             layer=layer,
-            row=round(operation * shape.recurrent_flops),
+            row=round(operation * (layers * shape.recurrent.flops)),
             leave=round(operation * layers * shape.recurrent.leave_flops),
             items={kind: ItemTicks(*rated(size), times.get(kind, passes)) for kind, size in sizes.items()},
             passes=passes,
@@ -199,15 +193,11 @@ class RecurrentWeights:
             far=round(far.latency / second),
         )
 
-    def ticks(self, rows: Ints, carried: LayerTraffic | None) -> tuple[Ints, Ints]:
+    def ticks(self, rows: Ints, carried: LayerTraffic) -> tuple[Ints, Ints]:
         """Ticks of each rank computing recurrent layers, and waiting for what they pass.
 
         A rank that only sends waits as long as one that receives as much, and its peers are taken to have equal parts.
-
-        Raises: ValueError if what they pass was not counted.
         """
-        if carried is None:
-            raise ValueError("the model has recurrent layers: count what they pass under the layout (recurrent=)")
         waiting = self.passes * (carried.exchanges.near * self.near + carried.exchanges.far * self.far)
         for kind, (near, far) in carried.items.items():
             each = self.items[kind]

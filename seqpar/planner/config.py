@@ -83,16 +83,13 @@ def fields(config: object) -> dict[str, Any]:
         values |= _recurrent(c, values, types)
     if kind in UNATTENDED:  # no attention: its sizes are those of the states
         layer = values["recurrent"]
-        return _checked(c, values | dict(heads=layer.heads, kv_heads=1, dim=layer.key_dim, ffn=0, ffn_layers=0))
-    values["heads"] = c.need("num_attention_heads")
-    values |= _heads(c, values) | (_experts(c, values) if _sparse(c) else {"ffn": _ffn(c)})
+        values |= dict(heads=layer.heads, kv_heads=1, dim=layer.key_dim, ffn=0, ffn_layers=0)
+    else:
+        values["heads"] = c.need("num_attention_heads")
+        values |= _heads(c, values) | (_experts(c, values) if _sparse(c) else {"ffn": _ffn(c)})
+        values["windows"] = _windows(c, None if types is None else [t for t in types if t in ATTENTION], layers)
     if kind == "nemotron_h":
         values |= _alone(c, types or [])
-    values["windows"] = _windows(c, None if types is None else [t for t in types if t in ATTENTION], layers)
-    return _checked(c, values)
-
-
-def _checked(c: _Config, values: dict[str, Any]) -> dict[str, Any]:
     c.check()
     return values
 

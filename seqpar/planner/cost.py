@@ -28,9 +28,7 @@ from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints
 from seqpar.plan.counts import Tally, tally
-from seqpar.plan.recurrence import LayerBytes
 from seqpar.plan.routes import TAPERED
-from seqpar.planner.carried import LayerTraffic, carried_by
 from seqpar.planner.count import tallies
 from seqpar.planner.place import Placement, layout_of
 from seqpar.planner.weights import AttentionTicks, Weights
@@ -170,14 +168,10 @@ class WidthGroup(NamedTuple):
 
 
 class LayoutCounts(NamedTuple):
-    """A layout's counts of every rank's work and traffic: by mask, then by rising width.
-
-    carried: what recurrent layers pass; None if they were not counted.
-    """
+    """A layout's counts of every rank's work and traffic: by mask, then by rising width."""
 
     masks: list[list[WidthGroup]]
     rows: Ints
-    carried: LayerTraffic | None = None
 
     @property
     def moved(self) -> int:
@@ -195,13 +189,8 @@ class LayoutCounts(NamedTuple):
         return sum(p.layers * int(p.tally.entering.sum()) for parts in self.masks for p in parts if p.shared_node)
 
 
-def counted(
-    layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool, recurrent: LayerBytes | None = None
-) -> LayoutCounts:
-    """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once.
-
-    recurrent: what a recurrent layer passes, to be counted too.
-    """
+def counted(layers: Layers, layout: Layout, *, widths: Ints, node: int, forwarded: bool) -> LayoutCounts:
+    """The counts of `fetch`. widths: Ulysses width of each document; forwarded: keys enter a node once."""
     masks = []
     for mask, count in layers:
         parts = []
@@ -211,15 +200,11 @@ def counted(
             t = tally(mask, layout, width=width, node=near_by, forwarded=forwarded, documents=chosen)
             parts.append(WidthGroup(count, len(mask.bands), width, t, near_by > 1))
         masks.append(parts)
-    carried = None if recurrent is None else carried_by(layers[0][0], layout, recurrent, node=node)
-    return LayoutCounts(masks, layout.sizes(), carried)
+    return LayoutCounts(masks, layout.sizes())
 
 
 def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, node: int) -> list[LayoutCounts]:
-    """The counts of `fetch` for several candidates, without what recurrent layers pass.
-
-    Keys may enter a node more than once; widths divide the node.
-    """
+    """The counts of `fetch` for several candidates. Keys may enter a node more than once; widths divide the node."""
     first = layers[0][0]
     if not all(mask.within_documents for mask, _ in layers):
         layouts = [layout_of(first, p.pieces, ranks) for p in placed]
@@ -237,7 +222,7 @@ def counted_each(layers: Layers, placed: Sequence[Placement], *, ranks: int, nod
 
 
 def ticks(counts: LayoutCounts, w: Weights, *, stage_bytes: int) -> Ticks:
-    """Ticks of a step by rank.
+    """Ticks of a step by rank, without recurrent layers.
 
     Documents are computed by rising width in forward, and by falling width in backward. Tokens enter a head trade
     while documents before theirs are computed, and leave it while those after them are. Nothing hides the way out of
@@ -275,11 +260,7 @@ def ticks_of_each(candidates: Sequence[LayoutCounts], w: Weights, *, stage_bytes
     shape = (len(stage_bytes), len(candidates), -1, at.shape[-1])
     attention, waited = ((count * x.sum(1)).reshape(shape).sum(2).swapaxes(0, 1) for x in (spent, exposed + late))
     rows = np.array([counts.rows for counts in candidates])[:, None]
-    recurrent = np.zeros_like(rows)
-    if w.recurrent is not None:
-        both = np.array([w.recurrent.ticks(counts.rows, counts.carried) for counts in candidates])
-        recurrent, waited = both[:, :1], waited + both[:, 1:]
-    return Ticks(attention, waited, rows * w.row, rows * w.label, recurrent)
+    return Ticks(attention, waited, rows * w.row, rows * w.label, np.zeros_like(rows))
 
 
 def _groups_of_ranks(layers: Sequence[Sequence[WidthGroup]], ranks: int) -> Ints:
@@ -313,4 +294,4 @@ def _most_merged(t: Tally, w: Weights, *, width: int, stage_bytes: Sequence[int]
     """An upper bound of any group's ticks for merging in a layer."""
     heads, kv_heads = -(-w.heads // width), -(-w.kv_heads // width)
     rows = max(1, min(stage_bytes) // (w.row_bytes // w.kv_heads * kv_heads))
-    return w.merge * int(t.merging.max()) * (int(t.keys.max()) // rows + 4) * heads // (2 * w.heads) + 1
+    return w.both.merge * int(t.merging.max()) * (int(t.keys.max()) // rows + 4) * heads // (2 * w.heads) + 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from seqpar.facts.intervals import Runs, cut, interval_of, summed
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, cached, frozen
-from seqpar.plan.counts import Tally, area_of, areas_of, counts_of, seen_again, whole_runs
+from seqpar.plan.counts import Tally, areas_of, counts_of, seen_again, whole_runs
 from seqpar.planner.place import Placement
 
 
@@ -37,7 +37,7 @@ def areas(mask: Mask) -> Ints:
         s, n = mask.bands[0].spans, mask.lengths
         return frozen(n * (s.hi - s.lo) + (s.hi_step - s.lo_step) * (n * (n - 1) // 2))
     runs, document = whole_runs(mask)
-    return frozen(summed(document, area_of(mask, runs), mask.lengths.size))
+    return frozen(summed(document, areas_of(mask, runs).sum(0), mask.lengths.size))
 
 
 @cached

@@ -17,6 +17,7 @@ within 2 % of a step of the exact choice for each layer; two neighbours are not 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -162,8 +163,7 @@ class Machine(NamedTuple):
         """
         shape, t, machine = self.shape, self.training, self.hardware
         shards, weight, summed = t.over(self.ranks), DTYPE_BYTES[t.weights], DTYPE_BYTES[t.reductions]
-        head = shape.vocab * shape.hidden * (1 if shape.tied else 2)
-        layer = (shape.parameters - head) / shape.layers
+        layer = (shape.parameters - shape.embeddings) / shape.layers
         forward, backward = forward / shape.layers, backward / shape.layers
 
         def gather(size: float, among: int) -> float:
@@ -177,7 +177,7 @@ class Machine(NamedTuple):
         if mix.state_on_host:  # float32 shards come from the host, and their gradients go there
             moved = summed * layer / shards / machine.host
             arriving, again, leaving = max(arriving, moved), max(again, moved), max(leaving, moved)
-        ends = gather(weight * head, shards) + arriving + leaving
+        ends = gather(weight * shape.embeddings, shards) + arriving + leaving
         waited = shape.layers * (max(0.0, arriving - forward) + max(0.0, again + leaving - backward))
         offloaded = (mix.first == "offload") * mix.number + (mix.rest == "offload") * (shape.layers - mix.number)
         inputs = rows * shape.hidden * DTYPE_BYTES[shape.dtype] / machine.host
@@ -195,8 +195,7 @@ class Machine(NamedTuple):
         shape, shards = self.shape, self.training.over(self.ranks)
         link = self.hardware.inside if shards <= self.hardware.node else self.hardware.across
         size = DTYPE_BYTES[self.training.weights] * (shards - 1) / shards / link.bandwidth
-        matrices = shape.parameters - shape.vocab * shape.hidden * (1 if shape.tied else 2)
-        return -int(-size * matrices * self.hardware.linear_rate // shape.linear_flops)
+        return -int(-size * (shape.parameters - shape.embeddings) * self.hardware.linear_rate // shape.linear_flops)
 
 
 class Batch:
@@ -254,7 +253,7 @@ class Batch:
             fewest = -(-self.tokens // (most * at.ranks))
             for parts in range(fewest, fewest + MORE):
                 rows, of = self.need(at.ranks, parts), at.of(parts)
-                mix = _first(of, part, rows)
+                mix = first_with_room(of, part, rows)
                 if (memory := of.memory(mix)).rows < -(-self.longest // at.ranks):
                     continue
                 seconds = self.alone(mix) / at.ranks
@@ -266,13 +265,6 @@ class Batch:
         return best
 
 
-def _first(at: Machine, mixes: Sequence[Mix], rows: int) -> Mix:
+def first_with_room(at: Machine, mixes: Sequence[Mix], rows: int) -> Mix:
     """The first with room for these rows, among mixes each of which has more than the one before; or the last."""
-    low, high = 0, len(mixes) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if at.memory(mixes[middle]).rows >= rows:
-            high = middle
-        else:
-            low = middle + 1
-    return mixes[low]
+    return mixes[min(bisect_left(mixes, rows, key=lambda mix: at.memory(mix).rows), len(mixes) - 1)]

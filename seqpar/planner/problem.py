@@ -177,16 +177,11 @@ def _fitting(
     if isinstance(model, ModelShape):
         return model, _memory(model, machine, training, ranks)
     for recompute in RECOMPUTE:
-        shape = _preset(model, recompute) if isinstance(model, str) else ModelShape.preset(model)
+        shape = replace(ModelShape.preset(model), recompute=recompute)
         memory = _memory(shape, machine, training, ranks)
         if rows <= memory.rows:
             break
     return shape, memory
-
-
-@lru_cache(maxsize=64)
-def _preset(model: str, recompute: str) -> ModelShape:
-    return replace(ModelShape.preset(model), recompute=recompute)
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from seqpar.facts.value import integer
 from seqpar.plan.recurrence import MOST, RecurrentLayer
 from seqpar.plan.traffic import DTYPE_BYTES
 from seqpar.planner import config
@@ -22,6 +23,7 @@ from seqpar.planner.presets import PRESETS
 RECOMPUTE = ("none", "attention", "full")  # what a model given by name tries, in this order
 POLICIES = ("none", "attention", "keep-attention", "full", "tiled", "offload")
 TILE = 2048  # rows of a tile
+OPTIONAL = ("v_dim", "q_rank", "kv_rank", "attention_layers", "ffn_layers")  # sizes that may be None
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,15 @@ class ModelShape:
     def __post_init__(self) -> None:
         """Check the sizes."""
         object.__setattr__(self, "windows", tuple(self.windows))
-        for field in ("hidden", "layers", "heads", "kv_heads", "dim", "vocab"):
-            self._check(field, least=1)
-        sizes = ("ffn", "experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers", "rope_dim")
-        for field in (*sizes, "recurrent_layers"):
-            self._check(field, least=0)
-        optional = {"v_dim": 1, "q_rank": 1, "kv_rank": 1, "attention_layers": 0, "ffn_layers": 0}
-        for field, least in optional.items():
-            if getattr(self, field) is not None:
-                self._check(field, least=least)
+        least = dict.fromkeys(
+            ("hidden", "layers", "heads", "kv_heads", "dim", "vocab", "v_dim", "q_rank", "kv_rank"), 1
+        )
+        least |= dict.fromkeys(("ffn", "experts", "active_experts", "shared_experts", "expert_ffn", "dense_layers"), 0)
+        least |= dict.fromkeys(("rope_dim", "recurrent_layers", "attention_layers", "ffn_layers"), 0)
+        for field, low in least.items():
+            if (value := getattr(self, field)) is not None or field not in OPTIONAL:
+                checked = integer(f"ModelShape {self.name!r}: {field}", value, low, MOST)
+                object.__setattr__(self, field, checked)
         wrong = [
             (self.heads % self.kv_heads != 0, f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"),
             (self.dtype not in DTYPE_BYTES, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"),
@@ -135,12 +137,6 @@ class ModelShape:
             if failed:
                 raise ValueError(f"ModelShape {self.name!r}: {why}")
 
-    def _check(self, field: str, *, least: int) -> None:
-        value = getattr(self, field)
-        if type(value) is not int or not least <= value <= MOST:
-            limit = f"at most {MOST}" if type(value) is int and value > MOST else f"at least {least}"
-            raise ValueError(f"ModelShape {self.name!r}: {field} must be an integer of {limit}, got {value!r:.60}")
-
     @classmethod
     def preset(cls, name: str) -> ModelShape:
         """The shape of a published model. Raises ValueError, with the known names, for any other."""
@@ -181,11 +177,15 @@ class ModelShape:
         return self.ffn_count - self.dense_count
 
     @property
+    def embeddings(self) -> int:
+        """Parameters of embedding and head."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
         """Parameters with embedding, head, norms and routers."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         norms = (self.attention_count + self.recurrent_layers + self.ffn_count + 1) * self.hidden
-        return embeddings + norms + self._matrices(self.experts)
+        return self.embeddings + norms + self._matrices(self.experts)
 
     @property
     def linear_flops(self) -> int:
@@ -206,16 +206,6 @@ class ModelShape:
     def tiles_ffn(self) -> bool:
         """Whether the ffn runs in tiles; experts cannot."""
         return self.recompute in ("tiled", "offload") and not self.sparse_count
-
-    @property
-    def attends_again(self) -> bool:
-        """Whether backward computes attention's forward once more."""
-        return self.recompute not in ("none", "keep-attention")
-
-    @property
-    def recurrent_flops(self) -> int:
-        """Forward operations per token of the recurrences and convolutions of all layers, without their projections."""
-        return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.flops
 
     @property
     def head_flops(self) -> int:

@@ -9,7 +9,6 @@ closer. All decisions use integers; ties go by index.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from seqpar.plan import Plan
 from seqpar.plan.plan import check_positions
 from seqpar.planner.batch import plan_of
 from seqpar.planner.bound import document_ticks, weights_for
+from seqpar.planner.groups import least_loaded
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.problem import Problem, lengths_in
 from seqpar.planner.shape import ModelShape
@@ -141,30 +141,16 @@ def _placed(lengths: Ints, ticks: Ints, row: int, capacity: int, parts: int) -> 
     return targets
 
 
-def _descending(cost: Ints, lengths: Ints) -> list[int]:
-    return np.lexsort((np.arange(cost.size), -lengths, -cost)).tolist()
+def _descending(cost: Ints, lengths: Ints) -> Ints:
+    return np.lexsort((np.arange(cost.size), -lengths, -cost))
 
 
 def _least_loaded(lengths: Ints, cost: Ints, capacity: int, parts: int) -> Ints | None:
     """Documents by falling cost, each in the least loaded micro-batch with room for it."""
+    order = _descending(cost, lengths)
     target = np.empty(lengths.size, np.int64)
-    left = [capacity] * parts
-    heap = [(0, part) for part in range(parts)]
-    full: list[tuple[int, int, int]] = []  # no room for the last document: -left, load, part
-    size, extra = lengths.tolist(), cost.tolist()
-    for document in _descending(cost, lengths):
-        while full and -full[0][0] >= size[document]:
-            heapq.heappush(heap, heapq.heappop(full)[1:])
-        while heap and left[heap[0][1]] < size[document]:
-            load, part = heapq.heappop(heap)
-            heapq.heappush(full, (-left[part], load, part))
-        if not heap:
-            return None
-        load, part = heap[0]
-        heapq.heapreplace(heap, (load + extra[document], part))
-        left[part] -= size[document]
-        target[document] = part
-    return target
+    target[order] = least_loaded(lengths[order], cost[order], [0] * parts, [capacity] * parts)
+    return None if (target < 0).any() else target
 
 
 def _best_fit(lengths: Ints, capacity: int, parts: int) -> Ints | None:

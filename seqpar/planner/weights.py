@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from seqpar.facts.value import Ints
@@ -73,7 +73,7 @@ class Weights:
         a = hardware.attention
         pair = shape.pair_flops / a.rate
         second = pair / PAIR * 2.0**coarse
-        repeated = shape.attends_again
+        repeated = shape.recompute not in ("none", "keep-attention")  # attention's forward
         own = 2.5 * shape.pair_flops / a.backward_rate
         back = own + (pair if repeated else 0.0)
         expanded = shape.expand_flops / hardware.linear_rate  # again in backward, with two products of its gradient
@@ -114,30 +114,10 @@ class Weights:
             recurrent=None if shape.recurrent is None else RecurrentWeights.of(shape, hardware, second),
         )
 
-    @property
-    def pair(self) -> int:
-        """Ticks of ``2**area`` attended pairs, forward and backward."""
-        return self.forward.pair + self.backward.pair
-
-    @property
-    def query(self) -> int:
-        """Ticks of a query row in addition to its pairs, forward and backward."""
-        return self.forward.query + self.backward.query
-
-    @property
-    def merge(self) -> int:
-        """Ticks of a row that sees fetched keys, in every second stage, forward and backward."""
-        return self.forward.merge + self.backward.merge
-
-    @property
-    def key(self) -> int:
-        """Ticks of a fetched key row, forward and backward."""
-        return self.forward.key + self.backward.key
-
-    @property
-    def piece(self) -> int:
-        """Ticks of a piece of a document, forward and backward."""
-        return self.forward.piece + self.backward.piece
+    @cached_property
+    def both(self) -> AttentionTicks:
+        """Ticks of one layer's attention, forward and backward."""
+        return AttentionTicks(*map(sum, zip(self.forward, self.backward)))
 
     @property
     def per_row(self) -> int:

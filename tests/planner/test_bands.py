@@ -36,7 +36,7 @@ def test_a_further_band_costs_a_launch_and_the_rows_that_it_merges() -> None:
     # the rows whose window begins after the sinks
     assert again(LAMBDA).tolist() == [max(n - 255 - 64 - 1, 0) for n in LENGTHS]
     rows, pieces = LAMBDA.tokens + int(again(LAMBDA).sum()), LAMBDA.breaks.size
-    pairs = W.pair * LAMBDA.area() + W.query * rows + W.piece * pieces
+    pairs = W.both.pair * LAMBDA.area() + W.both.query * rows + W.both.piece * pieces
     stage = W.forward.stage + W.backward.stage
     found = attention(LAMBDA, Layout.contiguous(LAMBDA.tokens, 1))
     assert found.tolist() == [3 * (bands * stage + pairs)]
@@ -56,9 +56,14 @@ def test_fetched_keys_of_a_further_band_are_merged_too() -> None:
     one = mask.bands[0]
     assert one.until is None
     both = attention(mask, layout)[1]
-    alone = W.pair * (found.near + found.far)[1] + W.query * 2048 + W.key * 319 + W.piece * found.pieces[1]
+    alone = (
+        W.both.pair * (found.near + found.far)[1]
+        + W.both.query * 2048
+        + W.both.key * 319
+        + W.both.piece * found.pieces[1]
+    )
     launches = stage * 2 * 2  # two bands of the rank's own keys, and of the fetched ones
-    assert both == 3 * (launches + alone + W.merge * found.merging[1])
+    assert both == 3 * (launches + alone + W.both.merge * found.merging[1])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from seqpar import Mask, Plan
 from seqpar.plan.recurrence import RecurrentLayer
+from seqpar.plan.runs import DocumentRuns
 from seqpar.planner import Hardware, Link, ModelShape, plan_batch, plan_step
 from seqpar.planner.bound import document_ticks, lower_bound
+from seqpar.planner.carried import traffic_of
 from seqpar.planner.cost import Weights, counted, ticks, trades
 from seqpar.planner.problem import layers_of
 from tests.cases import LAYOUTS, divisors, examples, make_layout
@@ -61,9 +63,12 @@ def slowest(seed: int) -> tuple[int, int, str]:
     if rng.random() < 0.3:
         widths = np.full(len(lengths), rng.choice(divisors(ranks)))
     node, forwarded = int(rng.choice(divisors(ranks))), bool(rng.random() < 0.5)
-    passed = None if w.recurrent is None else w.recurrent.layer
-    found = counted(layers, layout, widths=widths, node=node, forwarded=forwarded, recurrent=passed)
+    found = counted(layers, layout, widths=widths, node=node, forwarded=forwarded)
     t = ticks(found, w, stage_bytes=int(rng.choice([1, 1 << 16, 64 << 20])))
+    if w.recurrent is not None:
+        runs = DocumentRuns.of(Plan(layers[0][0], layout).residence)
+        computed, waited = w.recurrent.ticks(layout.sizes(), traffic_of(runs, w.recurrent.layer, node=node))
+        t = t._replace(recurrent=computed, exposed=t.exposed + waited)
     what = f"seed {seed}: {kind}, {ranks} ranks, {lengths.tolist()}, widths {widths.tolist()}, {model} on {machine}"
     return lower_bound(layers, w, ranks), int(t.total.max()), what
 

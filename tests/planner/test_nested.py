@@ -28,7 +28,9 @@ def batch_of(lengths: list[int]) -> Documents:
     """Of causal documents."""
     rows, layers = np.array(lengths), LLAMA.layers
     ticks = document_ticks([(Mask(rows), layers)], W)
-    return Documents(rows, ticks, W.row + W.label + layers * W.query, Fetching(layers * W.key, layers * W.query, 0, 1))
+    return Documents(
+        rows, ticks, W.row + W.label + layers * W.both.query, Fetching(layers * W.both.key, layers * W.both.query, 0, 1)
+    )
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.sampled_from([2, 3, 4, 6, 7, 8]), NESTS)

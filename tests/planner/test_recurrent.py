@@ -19,16 +19,19 @@ from seqpar.plan import travel
 from seqpar.plan.recurrence import LayerBytes, RecurrentLayer
 from seqpar.plan.runs import DocumentRuns
 from seqpar.planner import Hardware, ModelShape, plan_batch, plan_step
-from seqpar.planner.carried import RecurrentWeights, carried_by, carried_of
-from seqpar.planner.cost import Weights, counted, ticks
+from seqpar.planner.carried import LayerTraffic, RecurrentWeights, carried_of, traffic_of
+from seqpar.planner.cost import Weights
 from seqpar.planner.memory import Memory
 from seqpar.planner.place import Pieces
-from seqpar.planner.problem import layers_of
 from seqpar.testing import run_threads
 
 H100 = Hardware.preset("h100")
 GATHERED = LayerBytes(heads=1, state=1, map=1, row=1 << 30)  # of states so small that all are gathered
 HYBRIDS = ["qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "nemotron-h-8b", "granite-4.0-h-small"]
+
+
+def carried_by(mask: Mask, layout: Layout, layer: LayerBytes, *, node: int) -> LayerTraffic:
+    return traffic_of(DocumentRuns.of(Plan(mask, layout).residence), layer, node=node)
 
 
 @given(st.data())
@@ -216,14 +219,6 @@ def test_states_from_other_nodes_cross_the_slower_links() -> None:
     assert (w.ticks(rows, two)[1] > w.ticks(rows, one)[1]).all()
     assert [x.tolist() for x in one.items["state"]] == [[3, 2, 2, 3], [0] * 4]
     assert [x.tolist() for x in two.items["state"]] == [[1] * 4, [2] * 4]
-
-
-def test_a_cost_without_counts_is_refused() -> None:
-    model, mask = ModelShape.preset("nemotron-h-8b"), Mask([100])
-    layers, w = layers_of(mask.lengths, None, model), Weights.of(model, H100)
-    plain = counted(layers, Layout.contiguous(100, 2), widths=np.ones(1, np.int64), node=2, forwarded=False)
-    with pytest.raises(ValueError, match="count what they pass"):
-        ticks(plain, w, stage_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

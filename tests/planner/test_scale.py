@@ -111,8 +111,8 @@ def test_ticks_are_as_fine_as_64_bits_allow() -> None:
     coarse = weights_for(layers, LLAMA, VAST, stage_bytes=1 << 20)
     assert finest.second < coarse.second <= 32 * finest.second
     whole = whole_ticks(layers, finest) * finest.second
-    pairs = coarse.pair * (layers[0][0].area() >> coarse.area)
-    rows = (coarse.row + coarse.label + 32 * coarse.query) * layers[0][0].tokens
+    pairs = coarse.both.pair * (layers[0][0].area() >> coarse.area)
+    rows = (coarse.row + coarse.label + 32 * coarse.both.query) * layers[0][0].tokens
     # what a row costs is rounded, which is nothing beside its attention
     assert coarse.second * (rows + 32 * pairs) == pytest.approx(whole)
 
