@@ -15,12 +15,11 @@ from seqpar.facts.value import integer
 from seqpar.planner.forecast import in_words
 from seqpar.planner.hardware import PRESETS, Hardware
 from seqpar.planner.ladder import HOST, RUNGS, Batch, Choice, LadderRow, Machine, Mix
-from seqpar.planner.memory import SLACK, WORDS
+from seqpar.planner.memory import KINDS, SLACK, WORDS
 from seqpar.planner.shape import TILE, ModelShape
 from seqpar.planner.step import MOST
 from seqpar.planner.training import Training
 
-KINDS = ("state", "weights", "activations", "head", "exchanges")
 HEADER = ("rung", "longest", "micro-batches", "seconds", *(f"{kind} GB" for kind in KINDS), "of GB", "limit")
 GB = 1_000_000_000
 
@@ -200,13 +199,13 @@ def _rung(batch: Batch, at: Machine, name: str) -> LadderRow:
 
 def _cells(rung: LadderRow) -> list[str]:
     limit = rung.limit
-    kinds = limit.kinds(rung.rows)
     of = rung.memory.usable_on_host if limit.name == "host" else rung.memory.usable
     known = ["does not fit", "-"]
     if rung.seconds is not None:
         known = [str(rung.micro_batches), in_words(rung.seconds)]
     return [
-        rung.name, f"{rung.longest:,}", *known, *(f"{kinds[kind] / GB:.1f}" for kind in KINDS), f"{of / GB:.1f}",
+        rung.name, f"{rung.longest:,}", *known, *(f"{held / GB:.1f}" for held in limit.kinds(rung.rows).values()),
+        f"{of / GB:.1f}",
         WORDS[limit.name],
     ]  # fmt: skip
 
@@ -259,11 +258,11 @@ def _ways(batch: Batch, at: Machine, names: Sequence[str], *, chosen: bool) -> I
                 yield host if tokens == batch.longest else f"documents of at most {tokens:,} tokens with {host}"
             break
     rows = -(-batch.longest // at.ranks)
-    policies = [RUNGS[name][0] for name in names if name not in HOST] or [RUNGS[HOST[0]][0]]
-    whole = list(names) == ["plain"]
-    needed = min(at.memory(Mix(0, policy, policy, whole)).bytes(rows) for policy in policies)
+    memories = (at.memory(mix) for part in at.mixes(names) for mix in part)
+    on_host = (memory for memory in memories if memory.host is None or memory.host.bytes(rows) <= memory.usable_on_host)
+    needed = min((memory.bytes(rows) for memory in on_host), default=0)
     size = -(-((needed + at.hardware.reserve) * SLACK // (SLACK - 1) + SLACK) // GB) * GB
-    if fits(at._replace(hardware=replace(at.hardware, memory=size))):
+    if needed and fits(at._replace(hardware=replace(at.hardware, memory=size))):
         yield f"a machine with {size / GB:.0f} GB for each rank"
     for name, value in (("reshard", True), ("fused_norms", True), ("reductions", "bfloat16")):
         changed = replace(at.training, **{name: value})  # type: ignore[arg-type]

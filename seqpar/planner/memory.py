@@ -33,6 +33,7 @@ SLACK = 32  # 1/32 of memory is left to the allocator's fragmentation
 # Logits, their logarithms of softmax and the gradients of both, where the loss takes all logits at once.
 LOGIT_BYTES = 12
 BACKWARD = ("last", "earlier", "turn", "first")  # moments in a layer's backward
+KINDS = ("state", "weights", "activations", "head", "exchanges")
 WORDS = {
     "loss": "at the loss", "head": "in the head's backward",
     "last": "in the last layer's backward", "earlier": "in a layer's backward",
@@ -74,10 +75,8 @@ class Moment(NamedTuple):
 
     def kinds(self, rows: int) -> dict[str, int]:
         """Bytes by kind of a rank with this many rows."""
-        return {
-            "state": self.state, "weights": self.weights, "activations": self.row * rows, "head": self.head,
-            "exchanges": self.exchanged + min(self.stages, self.keys * rows),
-        }  # fmt: skip
+        exchanges = self.exchanged + min(self.stages, self.keys * rows)
+        return dict(zip(KINDS, (self.state, self.weights, self.row * rows, self.head, exchanges), strict=True))
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Memory:
             policies = [part.recompute for layers, part in parts for _ in range(layers)]
             traced = [block.under(each) for block, each in zip(shape.blocks, policies)]
             runs = [_Run.traced(each, len(list(same)), acc * working) for each, same in groupby(traced)]
-            parameters = _root(shape) + sum(block.parameters for block in shape.blocks)
+            parameters = shape.embeddings + shape.hidden + sum(block.parameters for block in shape.blocks)
         else:
             runs = [_Run.of(part, layers, training, acc * working) for layers, part in parts if layers]
         moments = _moments(
@@ -240,7 +239,7 @@ def _moments(
     """
     shards, layers = training.over(ranks), shape.layers
     weight, summed = DTYPE_BYTES[training.weights], DTYPE_BYTES[training.reductions]
-    head, root = shape.vocab * shape.hidden, _root(shape)  # gathered all step
+    head, root = shape.vocab * shape.hidden, shape.embeddings + shape.hidden  # gathered all step
     layer = -(-(parameters - root) // layers)
     stays = 0 if training.reshard is True else weight * layers * layer // int(training.reshard or 1)
     gathered = 0 if training.reshard is False else weight * layer
@@ -279,11 +278,6 @@ def _moments(
                 moments += backward(name, nth, run, holds + (nth - start) * run.held)
         start, holds = start + run.layers, holds + run.layers * run.held
     return [*moments, Moment("step", step, stays, 0, 0, 0)]
-
-
-def _root(shape: ModelShape) -> int:
-    """Parameters outside the layers."""
-    return shape.vocab * shape.hidden * (1 if shape.tied else 2) + shape.hidden
 
 
 def _share(size: int, shards: int) -> int:

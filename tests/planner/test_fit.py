@@ -99,6 +99,8 @@ def test_the_ways_out_of_a_refusal_fit(model: str, host: int) -> None:
     if found := re.search(r"a machine with (\d+) GB", said):
         large = replace(H100, memory=int(found[1]) * 10**9)
         ways += fit([4_000_000], 8, model=model, hardware=large, training=training).choice.ranks == 8
+        with pytest.raises(ValueError, match="too little"):
+            fit([4_000_000], 8, model=model, hardware=replace(large, memory=large.memory - 10**9), training=training)
     assert ways == 3
 
 
