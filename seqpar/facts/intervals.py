@@ -322,6 +322,16 @@ class Holders(Memo):
         piece, source = cut(Runs(lo, hi - lo, np.ones_like(lo)), self.runs.start)
         return piece.start, piece.start + piece.count, self.of(piece.start), source
 
+    def intervals(self) -> Intervals:
+        """The intervals that each holder holds."""
+        runs, holder = self.runs, self.holder.astype(np.int64)
+        if (runs.step == 1).all():
+            return Intervals(holder, runs.start, runs.start + runs.count)
+        start, holder = expand(*runs), np.repeat(holder, runs.count)
+        # adjacent runs are merged; where no run strides, they already are
+        first = np.flatnonzero(np.append(True, (np.diff(start) != 1) | (np.diff(holder) != 0)))
+        return Intervals(holder[first], start[first], start[first] + np.diff(np.append(first, start.size)))
+
     @cached
     def all(self) -> NDArray[np.int32]:
         """The holder of every position, int32 [total]; cached."""

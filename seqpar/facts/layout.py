@@ -47,7 +47,11 @@ class Layout(Fact):
         arrays = [_checked_shard(rank, shard) for rank, shard in enumerate(shards)]
         if not arrays:
             raise ValueError("shards must have at least one rank, got none")
-        _check_partition(arrays)
+        positions = np.concatenate(arrays)
+        if not positions.size:
+            raise ValueError(f"the shards of all {len(arrays)} ranks are empty; a layout holds at least one token")
+        holder = np.repeat(np.arange(len(arrays)), [array.size for array in arrays])
+        _check_partition(positions, positions + 1, holder, "shards")
         parts = [runs_of(a) for a in arrays]
         rank = np.repeat(np.arange(len(parts)), [len(r.start) for r in parts])
         self._set(Runs(*(np.concatenate(column) for column in zip(*parts, strict=True))), rank, len(parts), "arbitrary")
@@ -245,7 +249,7 @@ def _checked_pieces(start: ArrayLike, count: ArrayLike, rank: ArrayLike, ranks: 
         first, length, holder = (column[length > 0] for column in columns)
     if first.size == 0:
         raise ValueError(f"the pieces of all {ranks} ranks are empty; a layout holds at least one token")
-    _check_tiling(first, length, holder)
+    _check_partition(first, first + length, holder, "pieces")
     return first, length, holder
 
 
@@ -256,12 +260,12 @@ def _refuse_first(wrong: Ints, columns: list[Ints], expected: str) -> None:
         raise ValueError(f"piece {wrong[0]} gives rank {rank} {count} tokens from position {start}; {expected}")
 
 
-def _check_tiling(start: Ints, count: Ints, rank: Ints) -> None:
+def _check_partition(start: Ints, stop: Ints, rank: Ints, what: str) -> None:
     order = np.argsort(start, kind="stable")
-    _check_tiled(start[order], (start + count)[order], rank[order])
+    _check_tiled(start[order], stop[order], rank[order], what)
 
 
-def _check_tiled(start: Ints, stop: Ints, rank: Ints) -> None:
+def _check_tiled(start: Ints, stop: Ints, rank: Ints, what: str = "pieces") -> None:
     """Raise ValueError unless pieces, sorted by start, follow each other from 0 on."""
     before = np.append(0, stop[:-1])
     wrong = np.flatnonzero(start != before)
@@ -270,8 +274,8 @@ def _check_tiled(start: Ints, stop: Ints, rank: Ints) -> None:
     i = int(wrong[0])
     if start[i] < before[i]:
         holders = sorted((int(rank[i - 1]), int(rank[i])))
-        raise ValueError(f"token {start[i]} is held by rank {holders[0]} and by rank {holders[1]}; pieces overlap")
-    raise ValueError(f"no rank holds token {before[i]}, though {stop.max() - 1} is held; pieces miss it")
+        raise ValueError(f"token {start[i]} is held by rank {holders[0]} and by rank {holders[1]}; {what} overlap")
+    raise ValueError(f"no rank holds token {before[i]}, though {stop.max() - 1} is held; {what} miss it")
 
 
 def _checked_shard(rank: int, shard: ArrayLike | range) -> Ints:
@@ -282,19 +286,3 @@ def _checked_shard(rank: int, shard: ArrayLike | range) -> Ints:
     if (array < 0).any():
         raise ValueError(f"rank {rank} holds position {int(array.min())}; positions start at 0")
     return array
-
-
-def _check_partition(shards: list[Ints]) -> None:
-    positions = np.concatenate(shards)
-    rank = np.repeat(np.arange(len(shards)), [len(s) for s in shards])
-    order = np.argsort(positions, kind="stable")
-    positions, rank = positions[order], rank[order]
-    if positions.size == 0:
-        raise ValueError(f"the shards of all {len(shards)} ranks are empty; a layout holds at least one token")
-    twice = np.flatnonzero(positions[1:] == positions[:-1])
-    if twice.size:
-        i = int(twice[0])
-        raise ValueError(f"token {positions[i]} is held by rank {rank[i]} and by rank {rank[i + 1]}; shards overlap")
-    wrong = np.flatnonzero(positions != np.arange(positions.size))
-    if wrong.size:
-        raise ValueError(f"no rank holds token {int(wrong[0])}, though {int(positions[-1])} is held; shards miss it")

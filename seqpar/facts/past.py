@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.facts.intervals import edges
+from seqpar.facts.intervals import Runs, cut, edges, expand
 from seqpar.facts.layout import RANKS, Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import MOST, Fact, Ints, cached, digest_of, frozen, integer
@@ -78,19 +78,14 @@ class Past(Fact):
         runs, rank = layout.all_runs()
         if not ((runs.step == 1) | (runs.count == 1)).all():  # as of a striped layout: a run for each row
             rank = np.repeat(rank, runs.count)
-            first = np.concatenate([layout.positions(each) for each in range(layout.ranks)])
+            first = expand(*runs)
             count = np.ones_like(first)
         else:
             first, count = runs.start, runs.count
         offsets = edges(new)
-        sequence = np.searchsorted(offsets, first, side="right") - 1
-        pieces = np.searchsorted(offsets, first + count - 1, side="right") - sequence
-        which = np.repeat(np.arange(first.size), pieces)
-        # the numbers of sequences without new rows, which lie between two others, have no rows here
-        sequence = sequence[which] + np.arange(which.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        begin = np.maximum(first[which], offsets[sequence])
-        end = np.minimum((first + count)[which], offsets[sequence + 1])
-        return self._with(sequence, begin - offsets[sequence], end - begin, rank[which])
+        piece, run = cut(Runs(first, count, np.ones_like(first)), offsets)
+        sequence = np.searchsorted(offsets, piece.start, side="right") - 1
+        return self._with(sequence, piece.start - offsets[sequence], piece.count, rank[run])
 
     def kept(self, lengths: ArrayLike) -> Past:
         """The past with new rows of each sequence on the rank that holds fewest rows of it.

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.facts.bands import meetings
-from seqpar.facts.intervals import Holders, Intervals, Runs, cut, edges, expand, interval_of, order_of, summed, union
+from seqpar.facts.intervals import Intervals, Runs, cut, edges, expand, interval_of, order_of, summed, union
 from seqpar.facts.layout import Layout
 from seqpar.facts.mask import Mask
 from seqpar.facts.value import Ints, frozen
@@ -245,11 +245,6 @@ def whole_runs(mask: Mask) -> tuple[Runs, Ints]:
     return runs, np.searchsorted(mask.offsets, start, side="right") - 1
 
 
-def area_of(mask: Mask, runs: Runs) -> Ints:
-    """Attended pairs of each run; no bound of the mask bends inside a run."""
-    return areas_of(mask, runs).sum(0)
-
-
 def areas_of(mask: Mask, runs: Runs) -> Ints:
     """Attended pairs of each run in each band of the mask, [bands, runs]; no bound bends inside a run."""
     result = np.zeros((len(mask.bands), runs.count.size), np.int64)
@@ -291,7 +286,7 @@ def load_of(plan: Derived) -> Load:
     runs, rank, document = plan.residence.pieces("q")
     width = plan.widths[document]
     inner, source = cut(runs, plan.mask.breaks)
-    area = area_of(plan.mask, inner)
+    area = areas_of(plan.mask, inner).sum(0)
     by_rank, node = np.zeros(plan.ranks), node_of(plan)
     for w in np.unique(plan.widths).tolist():
         # inside a head trade each member computes the whole group's area for its share of the heads
@@ -328,18 +323,7 @@ def _moved_by_width(plan: Derived) -> Iterator[tuple[int, FetchedKeys]]:
     """For each width, the keys that its groups fetch."""
     for width in np.unique(plan.widths).tolist():
         demand = plan.demand(width)
-        yield width, FetchedKeys(demand.needs, _held(demand.holders), demand.groups, demand.holders.total)
-
-
-def _held(holders: Holders) -> Intervals:
-    """The intervals that each holder holds."""
-    runs, group = holders.runs, holders.holder.astype(np.int64)
-    if (runs.step == 1).all():
-        return Intervals(group, runs.start, runs.start + runs.count)
-    start, group = expand(*runs), np.repeat(group, runs.count)
-    # adjacent runs are merged; where no run strides, they already are
-    first = np.flatnonzero(np.append(True, (np.diff(start) != 1) | (np.diff(group) != 0)))
-    return Intervals(group[first], start[first], start[first] + np.diff(np.append(first, start.size)))
+        yield width, FetchedKeys(demand.needs, demand.holders.intervals(), demand.groups, demand.holders.total)
 
 
 def fetched_between(plan: Derived, block: int) -> Floats:

@@ -188,13 +188,10 @@ class Derived(Fact):
         """The keys that `seqpar.fetch` brings a rank: those that its own query rows see, at any width; a copy."""
         return deepcopy(self.fetch_table(rank))
 
+    @cached
     def fetch_table(self, rank: int) -> Fetched:
         """`fetched` as all calls share it; cached."""
         self._check_rank(rank)
-        return self._fetched(rank)
-
-    @cached
-    def _fetched(self, rank: int) -> Fetched:
         demand = self._demand_of_ranks()
         return Fetched.of(self.mask, demand, rank, self.positions(rank), self.kv_layout.positions(rank))
 
@@ -267,14 +264,16 @@ def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) 
         local = route is LOCAL
         onward = routes[n + 1].pos.size if route.carry is not None else 0
         sends, recvs = _by_rank(part, route.sends), _by_rank(part, route.recvs)
+        if (entry := route.entry) is not None:
+            entry = Entry(_by_rank(part, entry.sends), _by_rank(part, entry.recvs), entry.place)
         # Gradients mostly return the way the keys came: thousands of messages are renamed only once.
         grad_sends = recvs if route.grad_sends is route.recvs else _by_rank(part, route.grad_sends)
         grad_recvs = sends if route.grad_recvs is route.sends else _by_rank(part, route.grad_recvs)
         steps.append(
             Step(
                 part, number + n, part.keys if local else route.pos, local=local, own=route.own, relay=relay,
-                entry=_entry_by_rank(part, route.entry), spread=steps[-1].entry if steps else None, sends=sends,
-                recvs=recvs, grad_sends=grad_sends, grad_recvs=grad_recvs,
+                entry=entry, spread=steps[-1].entry if steps else None, sends=sends, recvs=recvs, grad_sends=grad_sends,
+                grad_recvs=grad_recvs,
                 carry=None if route.carry is None else route.carry * part.width + part.share, carry_rows=onward,
                 first=n == 0, last=n == last, ends=n == len(routes) - 1,
             )
@@ -285,7 +284,3 @@ def _numbered(part: Part, number: int, routes: list[StepRoute], *, relay: bool) 
 def _by_rank(part: Part, by_group: Mapping[int, Rows]) -> dict[int, Rows]:
     """Messages by group, readdressed to the group's rank with the same share of the heads."""
     return {g * part.width + part.share: rows for g, rows in sorted(by_group.items()) if count(rows)}
-
-
-def _entry_by_rank(part: Part, entry: Entry | None) -> Entry | None:
-    return None if entry is None else Entry(_by_rank(part, entry.sends), _by_rank(part, entry.recvs), entry.place)

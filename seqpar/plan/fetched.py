@@ -64,7 +64,7 @@ class Fetched:
             lo, hi = (np.searchsorted(positions, bound) for bound in band.bounds(queries))
             until = np.full_like(positions, mask.kv_tokens) if band.until is None else band.until.of(positions)
             bands.append(FetchedBand(lo, hi, until))
-        sends = {peer: _in_order(order[rows]) for peer, rows in inside.items()}
+        sends = {peer: as_rows(order[rows]) for peer, rows in inside.items()}
         return cls(positions, mask.key_positions(queries), tuple(bands), sends, recvs)
 
     def seen(self) -> NDArray[np.bool_]:
@@ -79,8 +79,3 @@ class Fetched:
         """Number of rows that leave a rank for others: keys, or in backward their gradients."""
         leaving = self.recvs if backward else self.sends
         return sum(count(rows) for peer, rows in leaving.items() if peer != rank)
-
-
-def _in_order(rows: Ints) -> Rows:
-    """Row numbers in the given order, as a slice if they are consecutive."""
-    return as_rows(rows) if (rows[1:] > rows[:-1]).all() else rows

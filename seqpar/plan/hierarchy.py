@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from seqpar.facts.intervals import Intervals, expand, order_of
+from seqpar.facts.intervals import Intervals, expand, minus, order_of, union
 from seqpar.facts.value import Ints
 from seqpar.plan.routes import Demand, NeededKeys, Stages, StepRoute, by_owner, fetch, sends_of, slices_of
 from seqpar.plan.steps import Entry, Rows, as_rows
@@ -85,18 +85,19 @@ def _shares(demand: Demand, inner: int, stage_rows: int) -> NodeShares | None:
     piece, gateway = _seen_by(demand.needs, node, lo, inner)
     start, stop = _cut_evenly(piece, lo, hi)
     edge = np.searchsorted(node[piece], np.arange(nodes + 1))
-    rest = _without(demand.needs, gateway, lo[piece], hi[piece])
-    return NodeShares(
-        gateway, start, stop, piece, turn[piece], edge, int(stages.count.max()), replace(demand, needs=rest, _memo={})
-    )
+    through = union(gateway, lo[piece], hi[piece], demand.groups, demand.holders.total)
+    direct = NeededKeys.of_groups(minus(demand.needs.intervals, through, demand.holders.total), demand.groups)
+    rest = replace(demand, needs=direct, _memo={})
+    return NodeShares(gateway, start, stop, piece, turn[piece], edge, int(stages.count.max()), rest)
 
 
 def _entering(demand: Demand, inner: int) -> NeededKeys:
     """The keys that several groups of a node see and none owns: intervals by node, each of one set of groups."""
     needs, nodes, span = demand.needs, demand.groups // inner, demand.holders.total + 1
     base = needs.group // inner * span
-    node, first, stop = _held(demand, inner)
-    first, stop = node * span + first, node * span + stop
+    held = demand.holders.intervals()
+    owned = held.group // inner * span
+    first, stop = owned + held.lo, owned + held.hi
     # All nodes' positions on one line: the number of groups that see a key, far below zero where the node owns it.
     edges, at = np.unique(np.concatenate([base + needs.lo, base + needs.hi, first, stop]), return_inverse=True)
     change = np.repeat([1, -1, -inner - 1, inner + 1], [base.size, base.size, first.size, stop.size])
@@ -105,18 +106,6 @@ def _entering(demand: Demand, inner: int) -> NeededKeys:
     node = edges[several] // span
     lo, hi = edges[several] - node * span, edges[several + 1] - node * span
     return NeededKeys.of_groups(Intervals(node, lo, hi), nodes)
-
-
-def _held(demand: Demand, inner: int) -> tuple[Ints, Ints, Ints]:
-    """Intervals of the keys that each node owns: node, first and stop."""
-    holders = demand.holders
-    if not holders.strided:
-        node, first = holders.holder.astype(np.int64) // inner, holders.runs.start
-        return node, first, first + holders.runs.count
-    node = demand.owner // np.int32(inner)
-    edge = np.append(np.flatnonzero(np.append(True, node[1:] != node[:-1])), node.size)
-    kept = np.flatnonzero(node[edge[:-1]] >= 0)
-    return node[edge[kept]].astype(np.int64), edge[kept], edge[kept + 1]
 
 
 def _seen_by(needs: NeededKeys, node: Ints, lo: Ints, inner: int) -> tuple[Ints, Ints]:
@@ -137,16 +126,6 @@ def _cut_evenly(piece: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     turn = (np.cumsum(length) - length) % groups
     cuts = [lo[piece] + (length[piece] * n + turn[piece]) // groups[piece] for n in (nth, nth + 1)]
     return cuts[0], cuts[1]
-
-
-def _without(needs: NeededKeys, group: Ints, lo: Ints, hi: Ints) -> NeededKeys:
-    """Needs less the given disjoint intervals of each group, which lie inside them."""
-    span = int(needs.hi.max()) + 1
-    first = np.sort(np.concatenate([needs.group * span + needs.lo, group * span + hi]))
-    stop = np.sort(np.concatenate([needs.group * span + needs.hi, group * span + lo]))
-    first, stop = first[stop > first], stop[stop > first]
-    owner = first // span
-    return NeededKeys.of_groups(Intervals(owner, first - owner * span, stop - owner * span), needs.edge.size - 1)
 
 
 def _turns(
@@ -171,7 +150,7 @@ def _turns(
         owner = demand.owner_of(pos[kept])
         order = order_of(owner, demand.groups)
         owner = owner[order]
-        entry = Entry(entering[t], by_owner(owner, demand.groups), _rows(kept[order]))
+        entry = Entry(entering[t], by_owner(owner, demand.groups), as_rows(kept[order]))
         sends = _passed_on(gateway[rows], own[piece[rows]], length, order, home, demand.groups)
         yield entry, StepRoute(pos, sends, recvs, recvs, sends)
 
@@ -190,9 +169,4 @@ def _passed_on(group: Ints, share: Ints, length: Ints, order: Ints, home: int, g
     group, share = group[foreign], share[foreign]
     rows = row[expand(first[share], length[share])]
     takers = by_owner(np.repeat(group, length[share]), groups)
-    return {g: _rows(rows[at]) for g, at in takers.items()}
-
-
-def _rows(index: Ints) -> Rows:
-    """Row numbers in any order; a slice if they are consecutive."""
-    return as_rows(index) if (np.diff(index) > 0).all() else index
+    return {g: as_rows(rows[at]) for g, at in takers.items()}

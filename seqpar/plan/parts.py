@@ -45,7 +45,7 @@ def _trade(residence: Residence, widths: Ints, rank: int, members: range, side: 
         inside, place[order] = inside[order], np.arange(inside.size)
     ends = np.cumsum([at.size for at, _ in held.values()])
     dest = dict(zip(members, map(as_rows, np.split(place, ends[:-1])), strict=True))
-    return Trade(as_rows(local) if (np.diff(local) > 0).all() else local, dest, inside.size), inside
+    return Trade(as_rows(local), dest, inside.size), inside
 
 
 def _rows_of_width(residence: Residence, widths: Ints, rank: int, width: int, side: str) -> tuple[Ints, Ints]:

@@ -86,15 +86,7 @@ class Plan(Derived):
         """The same layout, transport and widths under another mask, for example a window in some layers; cached."""
         if mask == self.mask:
             return self
-        return self.memo(("mask", mask), lambda: self._with_mask(mask))
-
-    def _with_mask(self, mask: Mask) -> Plan:
-        own = None if self.kv_layout is self.layout else self.kv_layout
-        rows = self._rows.tolist()
-        return Plan(
-            mask, self.layout, kv_layout=own, ulysses=self.ulysses, transport=self.transport, node=self.node,
-            stage_bytes=self.stage_bytes, rows=rows,
-        )  # fmt: skip
+        return self.memo(("mask", mask), lambda: self._like(mask, self._rows))
 
     def padded(self) -> Plan:
         """This plan with a pad row on every rank without tokens, for models that take no empty tensors.
@@ -108,11 +100,15 @@ class Plan(Derived):
         return self.memo("padded", self._padded)
 
     def _padded(self) -> Plan:
-        plan = Plan(
-            self.mask, self.layout, ulysses=self.ulysses, transport=self.transport, node=self.node,
-            stage_bytes=self.stage_bytes, rows=np.maximum(self._rows, 1).tolist(),
-        )  # fmt: skip
+        plan = self._like(self.mask, np.maximum(self._rows, 1))
         return plan if self.forecast is None else plan.with_forecast(self.forecast)
+
+    def _like(self, mask: Mask, rows: Ints) -> Plan:
+        apart = None if self.kv_layout is self.layout else self.kv_layout
+        return Plan(
+            mask, self.layout, kv_layout=apart, ulysses=self.ulysses, transport=self.transport, node=self.node,
+            stage_bytes=self.stage_bytes, rows=rows.tolist(),
+        )  # fmt: skip
 
     def with_forecast(self, forecast: Prediction) -> Plan:
         """A copy that carries a prediction of its step, which is not part of the plan's identity."""

@@ -5,7 +5,7 @@ Of a tree and of several bands also which keys a query sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,16 @@ def plot(
     with picture("Plan.plot", path, (16, 9.6) if panel is None else (11, 4.6), DARK if dark else STYLE) as figure:
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, hspace=0.03, wspace=0.03)
         axes = _all_panels(figure, plan) if panel is None else {panel: figure.subplots()}
+        draw: dict[str, Callable[[Any], None]] = {
+            "documents": lambda axis: holders(axis, plan),
+            "degrees": lambda axis: degrees(axis, plan),
+            "mask": lambda axis: pairs(axis, plan.mask.shown(), columns=1),
+            "load": lambda axis: loads(axis, plan),
+            "time": lambda axis: timeline(axis, plan, plan.forecast),  # type: ignore[arg-type]
+            "bytes": lambda axis: traffic(axis, plan, call),
+        }
         for name, axis in axes.items():
-            _draw(name, axis, plan, call)
+            draw[name](axis)
 
 
 def _all_panels(figure: Any, plan: Derived) -> dict[str, Any]:
@@ -57,23 +65,6 @@ def _all_panels(figure: Any, plan: Derived) -> dict[str, Any]:
     lower = ["load"] * 6 + ["bytes"] * 6 if plan.forecast is None else ["load"] * 4 + ["time"] * 4 + ["bytes"] * 4
     axes: dict[str, Any] = figure.subplot_mosaic([upper, lower], height_ratios=(1.12, 1))
     return axes
-
-
-def _draw(panel: str, axis: Any, plan: Derived, call: dict[str, Any] | None) -> None:
-    if panel == "documents":
-        holders(axis, plan)
-    elif panel == "degrees":
-        degrees(axis, plan)
-    elif panel == "mask":
-        pairs(axis, plan.mask.shown(), columns=1)
-    elif panel == "load":
-        loads(axis, plan)
-    elif panel == "time" and plan.forecast is not None:
-        timeline(axis, plan, plan.forecast)
-    else:
-        image, label = traffic(axis, plan, call)
-        if image is not None:
-            axis.figure.colorbar(image, ax=axis, label=label, shrink=0.9)
 
 
 def _subtitle(plan: Derived) -> str:
@@ -161,6 +152,8 @@ def _longest_paths(plan: Derived) -> Ints:
 
 def degrees(axis: Any, plan: Derived) -> None:
     """The number of ranks that hold each document, against its length."""
+    from matplotlib.ticker import NullLocator
+
     for width, colour in zip(np.unique(plan.widths).tolist(), LONG * 3):
         chosen = plan.widths == width
         label = f"width {width}: {np.count_nonzero(chosen):,} documents"
@@ -172,7 +165,7 @@ def degrees(axis: Any, plan: Derived) -> None:
     axis.set_ylim(0.8, 1.3 * max(2, int(plan.degrees.max())))
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_formatter(lambda value, _: _round(value))
-        ticks.set_minor_locator(_no_ticks())
+        ticks.set_minor_locator(NullLocator())
     axis.grid(color=EDGE, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.set(title="Degree of every document", xlabel="tokens of the document", ylabel="ranks that hold some of it")
@@ -223,8 +216,8 @@ def timeline(axis: Any, plan: Derived, forecast: Prediction) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=8.5)
 
 
-def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any, str]:
-    """A heat map of the bytes between ranks or blocks of them, and its label; None if there is nothing to draw."""
+def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> None:
+    """A heat map of the bytes between ranks or blocks of them."""
     from matplotlib.colors import PowerNorm
 
     call = call or (plan.forecast.call if plan.forecast is not None else CALL)
@@ -237,8 +230,13 @@ def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any,
     if not exact and plan.transport != "fetch":
         instead(axis, 'of so many ranks or rows drawn for transport "fetch"')
         axis.set(xticks=[], yticks=[])
-        return None, ""
-    moved = (_bytes(plan, call) if exact else _blocks(plan, call, block)) / 2**20
+        return
+    if exact:
+        moved, label = _bytes(plan, call), "MiB in one layer, forward and backward"
+    else:
+        shape, label = HeadShape(**call), "MiB of keys and values in one layer, forward"
+        moved = fetched_between(plan, block) * shape.kv_heads * sum(shape.wire) * shape.size
+    moved = moved / 2**20
     image = axis.imshow(
         moved, cmap="Blues", norm=PowerNorm(0.5, 0, max(moved.max(), 1e-9)), interpolation="nearest", aspect="auto"
     )
@@ -248,14 +246,7 @@ def traffic(axis: Any, plan: Derived, call: dict[str, Any] | None) -> tuple[Any,
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.get_major_locator().set_params(integer=True)
     axis.spines[["left", "bottom"]].set_visible(False)
-    both = "MiB in one layer, forward and backward"
-    return image, both if exact else "MiB of keys and values in one layer, forward"
-
-
-def _blocks(plan: Derived, call: dict[str, Any], block: int) -> Floats:
-    """Bytes of keys and values in one layer's forward, by receiving and sending block of ranks."""
-    shape = HeadShape(**call)
-    return fetched_between(plan, block) * shape.kv_heads * sum(shape.wire) * shape.size
+    axis.figure.colorbar(image, ax=axis, label=label, shrink=0.9)
 
 
 def _bytes(plan: Derived, call: dict[str, Any]) -> Floats:
@@ -266,12 +257,6 @@ def _bytes(plan: Derived, call: dict[str, Any]) -> Floats:
             for peer, size in plan.traffic(rank, **call, backward=backward).items():
                 moved[peer, rank] += size
     return moved
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
 
 
 def _round(value: float) -> str:

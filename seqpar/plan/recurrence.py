@@ -66,8 +66,8 @@ class LayerWork(NamedTuple):
 
     @property
     def blocks(self) -> list[int]:
-        """The numbers of blocks into which heads can be cut, so that each has whole groups, or part of one."""
-        return _blocks(self.heads, self.groups)
+        """The numbers of blocks into which heads can be cut."""
+        return head_cuts(self.heads, self.groups)
 
     def rounds(self, blocks: int = 1) -> int:
         """How often a device goes through the rows for one block of heads."""
@@ -75,7 +75,8 @@ class LayerWork(NamedTuple):
 
 
 @lru_cache
-def _blocks(heads: int, groups: int) -> list[int]:
+def head_cuts(heads: int, groups: int) -> list[int]:
+    """The numbers of blocks into which heads can be cut, so that each has whole groups, or part of one."""
     return [n for n in range(1, heads + 1) if not heads % n and not (groups % n and n % groups)]
 
 

@@ -27,11 +27,12 @@ Rows = slice | Ints  # rows of a tensor: a slice if consecutive, so that selecti
 
 
 def as_rows(index: Ints) -> Rows:
-    """Ascending row numbers, as a slice if they are consecutive."""
+    """Distinct row numbers in the given order, as a slice if they are consecutive and ascending."""
     if index.size == 0:
         return slice(0, 0)
     first, last = int(index[0]), int(index[-1])
-    return slice(first, last + 1) if last - first + 1 == index.size else index
+    consecutive = last - first + 1 == index.size and (index[1:] > index[:-1]).all()
+    return slice(first, last + 1) if consecutive else index
 
 
 def count(rows: Rows) -> int:

@@ -30,12 +30,11 @@ gather; Sun et al. 2024 (LASP) is the pipeline of one block; Chou et al. 2025 (Z
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.plan.recurrence import LayerBytes, LayerWork
+from seqpar.plan.recurrence import LayerBytes, LayerWork, head_cuts
 from seqpar.plan.runs import DocumentRuns
 from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, relaid
 
@@ -81,7 +80,7 @@ def state_way(runs: DocumentRuns, layer: LayerBytes, travel: str = "auto") -> Tr
         ways.append(TravelWay("gather", 1, 1, cost))
     if travel != "gather":
         busiest = chained(runs).busiest * layer.state
-        for blocks in _divisors(max(layer.heads, 1)):
+        for blocks in head_cuts(max(layer.heads, 1), max(layer.heads, 1)):
             steps = serial + blocks - 1
             # before a rank's first block and after its last one, others pass on theirs
             cost = steps * LATENCY + busiest + (serial - 1) * (layer.state // blocks) + made
@@ -158,11 +157,6 @@ def _rows_ways(
         return []
     within = inside(runs.relaid())
     return [TravelWay("rows", 1, steps + within.steps, cost + within.cost, within)]
-
-
-@lru_cache
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def state_bytes(runs: DocumentRuns, layer: LayerBytes, way: TravelWay) -> Counts:
