@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
+from seqpar.dsp.moves import nodes_behind
 from seqpar.dsp.spec import Block, Spec
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.compared import leaves, version_of
@@ -152,15 +153,15 @@ def check_results(
     something does, it may be for the model alone: a warning names it.
     """
     what, returned = type(model).__name__, [(name, x) for name, x in leaves(out) if isinstance(x, Tensor)]
-    new, before = (new, _behind(ends)) if ends else ((), set())
+    new, before = (new, set(nodes_behind(ends))) if ends else ((), set())
     results = [
         *(("returns", name.lstrip(".") or "a tensor", x) for name, x in returned),
         *(("keeps", name, x) for name, x in new if x.grad_fn not in before),
     ]
     for how, name, x in results:
-        shared, past = _ways_past(x.grad_fn, ends, shards) if ends else (False, False)
-        past = past or (x.is_leaf and x.requires_grad)
-        if shared or getattr(x.untyped_storage(), SHARE, False):
+        behind = set(nodes_behind([x.grad_fn], ends)) if ends else set()
+        past = any(hasattr(node, "variable") for node in behind) or (x.is_leaf and x.requires_grad)
+        if not behind.isdisjoint(shards) or getattr(x.untyped_storage(), SHARE, False):
             raise NotImplementedError(
                 f"{what} {how} {name} {list(x.shape)}, which stages computed: each rank has its share of the rows; "
                 f"{WHOLE[how]}"
@@ -170,7 +171,8 @@ def check_results(
                 f"{what} ends with tensors that do not pass its exit, whose gradients would count once for each rank: "
                 f'it {how} {name}; give grad="sum" and divide the loss by the number of ranks'
             )
-    if shares := [name for name, x in new if x.grad_fn in before and _ways_past(x.grad_fn, ends, shards)[0]]:
+    seen = set(shards)
+    if shares := [name for name, x in new if x.grad_fn in before and seen & {*nodes_behind([x.grad_fn], ends)}]:
         warnings.warn(
             f"{what} keeps {', '.join(shares[:4])}, which stages computed: each rank has its share of the rows, and a "
             "loss that reads them outside of the model would be wrong. Ignore this if none does",
@@ -186,29 +188,3 @@ def kept(model: nn.Module) -> list[tuple[str, Tensor]]:
         if name not in OF_MODULES and name != HOOKS
     ]  # fmt: skip
     return [(name, x) for name, own in attributes for x in held([own]) if isinstance(x, Tensor) and x.grad_fn]
-
-
-def _behind(ends: Collection[Any]) -> set[Any]:
-    """All nodes of autograd's on which some depend, and these."""
-    waiting, found = [*ends], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return found
-
-
-def _ways_past(node: Any, ends: Collection[Any], shards: Collection[Any]) -> tuple[bool, bool]:
-    """Whether ways from a node that do not cross `ends` lead to `shards`, and to leaves of the graph."""
-    waiting, seen, past = [node], set(), False
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or node in ends:
-            continue
-        if node in shards:
-            return True, past
-        seen.add(node)
-        past = past or hasattr(node, "variable")
-        waiting += [following for following, _ in node.next_functions]
-    return False, past

@@ -22,6 +22,7 @@ Training repeats everything in backward: exchanges once (a ring twice), linear w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,34 +163,23 @@ class Costs:
         """Shardings in which every rank has a share."""
         return frozenset(sharding for sharding, parts in self.fractions.items() if parts.all())
 
-    def wire(self, inside: bool) -> MoveCost:
-        """The cost of one exchange inside the groups or across them. Nodes are full, and both networks work at once."""
-        machine, ranks = self.hardware, self.core if inside else self.groups
-        node = machine.node if inside else max(1, machine.node // self.core)
-        if ranks <= node:
-            return MoveCost(machine.inside.latency, 1 / machine.inside.bandwidth)
-        near = (node - 1) / (ranks - 1)
-        per_byte = max(near / machine.inside.bandwidth, (1 - near) / machine.across.bandwidth)
-        return MoveCost(max(machine.inside.latency, machine.across.latency), per_byte)
-
     @cached_property
-    def wires(self) -> tuple[MoveCost, MoveCost]:
-        """The cost of one exchange across groups, and inside them."""
-        return self.wire(False), self.wire(True)
+    def wires(self) -> tuple[MoveCost, ...]:
+        """The cost of one exchange across groups, and inside them. Nodes are full, and both networks work at once."""
+        machine, wires = self.hardware, []
+        for ranks, node in ((self.groups, max(1, machine.node // self.core)), (self.core, machine.node)):
+            near = 1.0 if ranks <= node else (node - 1) / (ranks - 1)
+            latency = max(machine.inside.latency, machine.across.latency if near < 1 else 0.0)
+            wires.append(MoveCost(latency, max(near / machine.inside.bandwidth, (1 - near) / machine.across.bandwidth)))
+        return tuple(wires)
 
     @cached_property
     def moves(self) -> dict[tuple[Sharding, Sharding], MoveCost]:
         """The cost of every change of sharding."""
-        own, a = self.fractions[None], np.stack([self.fractions[dim] for dim in self.dims] or [self.fractions[None]])
-        switches = _busiest(a[:, None], a, own).max(-1)
-        gathers = np.maximum((self.groups - 1) * a, own - a).max(-1)
-        moves = {(at, at): MoveCost(0.0, 0.0) for at in self.shardings}
-        for n, src in enumerate(self.dims):
-            moves[None, src] = MoveCost(0.0, 0.0)
-            parts = {**dict(zip(self.dims, switches[n], strict=True)), None: gathers[n]}
-            for dst, part in parts.items():
-                if src != dst:
-                    moves[src, dst] = self.exchange(float(part), 1) if self.groups > 1 else MoveCost(0.0, 0.0)
+        moves = {}
+        for src, dst in itertools.product(self.shardings, repeat=2):
+            free = src in (None, dst) or self.groups == 1
+            moves[src, dst] = MoveCost(0.0, 0.0) if free else self.exchange(float(self.sent(src, dst).max()), 1)
         return moves
 
     def sent(self, src: Sharding, dst: Sharding) -> np.ndarray:
@@ -199,7 +189,7 @@ class Costs:
             return np.zeros(self.ranks)
         if dst is None:
             return np.maximum((self.groups - 1) * a, own - a)
-        return _busiest(a, b, own)
+        return np.maximum(a * (1 - b / own), b * (1 - a / own))  # type: ignore[no-any-return]
 
     def gathered(self) -> np.ndarray:
         """As `sent`, for the gather of the held dimension at the end."""
@@ -286,8 +276,3 @@ class Costs:
         """Seconds of this many pairs per row, at the stage's own cost per pair."""
         rates, per_pair = self.hardware.attention, stage.attention / math.prod(self.dims[dim] for dim in stage.whole)
         return pairs * per_pair * (1 / rates.rate + (BACKWARD / rates.backward_rate if self.training else 0.0))
-
-
-def _busiest(a: np.ndarray, b: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """The part of a group's bytes that a rank sends or receives, whichever is more, in a switch from shares a to b."""
-    return np.maximum(a * (1 - b / own), b * (1 - a / own))  # type: ignore[no-any-return]

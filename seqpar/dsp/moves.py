@@ -18,7 +18,7 @@ Source: Zhao et al. 2024 (DSP, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def gather(x: Tensor, space: Space, form: str, dim: str, *, grad: str = "sum") -
     if grad == "sum":
         whole = unshard(share, plan, space.comm, dim=at)
     else:
-        whole = unshard_alike(share, plan, space.comm, dim=at, start=space.start(dim))
+        whole = _UnshardAlike.apply(share, plan, space.comm, at, space.start(dim))
     return form_of(form).fold(whole)
 
 
@@ -156,16 +156,18 @@ def count_once(x: Tensor, comm: Comm) -> Tensor:
 
 def follows_alike(x: Tensor) -> bool:
     """Whether x depends on a result that all ranks use identically, whose gradient each of them must have whole."""
-    waiting, seen = [x.grad_fn], set[Any]()
+    return any(getattr(node, "seqpar_alike", False) for node in nodes_behind([x.grad_fn]))
+
+
+def nodes_behind(some: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
+    """All nodes of autograd's on which some depend, and these; neither `ends` nor what only they depend on."""
+    waiting, seen = [*some], {None, *ends}
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "seqpar_alike", False):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 class _SwitchRecipe(NamedTuple):
@@ -236,12 +238,9 @@ class _SplitReplicated(torch.autograd.Function):
         return None, unshard(dy, plan, comm, dim=at), None, None, None
 
 
-def unshard_alike(x: Tensor, plan: Plan, comm: Comm, *, dim: int, start: int) -> Tensor:
-    """`unshard` for a result that all ranks use identically: x's gradient is a slice of it, with nothing sent."""
-    return _UnshardAlike.apply(x, plan, comm, dim, start)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _UnshardAlike(torch.autograd.Function):
+    """`unshard` for a result that all ranks use identically: the gradient is a slice of it, with nothing sent."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, comm: Comm, at: int, start: int) -> Tensor:
         ctx.mine, ctx.seqpar_alike = (at, start, x.shape[at]), comm.size > 1

@@ -98,7 +98,9 @@ class StagePlan:
 
     def plot(self, path: str | Path) -> None:
         """Write the picture; the file's suffix decides its format. Raises: ImportError without matplotlib."""
-        _plot(self, path)
+        size = (max(6.0, min(24.0, 2 + 0.35 * len(self.stages))), 4.5)
+        with picture("StagePlan.plot", path, size, {}) as figure:
+            _draw(self, figure.subplots())
 
 
 def plan_stages(
@@ -239,13 +241,6 @@ def _ends(last: Stage, costs: Costs, wanted: Collection[Sharding]) -> tuple[list
 
 COLOURS = ("#2563a8", "#e07b28", "#3a8f4f", "#7d5ba6", "#8c6248", "#1f9aa8", "#a3962b", "#cf6fa5")
 WHOLE, MOVES, MUTED = "#aeb6c2", "#b5443f", "#6b7280"
-
-
-def _plot(plan: StagePlan, path: str | Path) -> None:
-    """Write the picture; the file's suffix decides its format."""
-    size = (max(6.0, min(24.0, 2 + 0.35 * len(plan.stages))), 4.5)
-    with picture("StagePlan.plot", path, size, {}) as figure:
-        _draw(plan, figure.subplots())
 
 
 def _draw(plan: StagePlan, axis: Any) -> None:

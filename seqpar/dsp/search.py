@@ -1,8 +1,8 @@
 """The fastest way through stages on one grid of ranks, from the input's sharding to one of the allowed end shardings.
 
 A way through a stage leads from the sharding of its input to that of its output, which is the next stage's input. The
-least seconds between all pairs of shardings form a table; the table of consecutive stages is the (min, +) product of
-theirs. Equal stages have equal tables, and equal rows of stages equal products, so many layers cost little.
+least seconds between all pairs of shardings form a table, which equal stages share. Stage by stage, the least seconds
+up to each sharding follow from those up to the shardings before it.
 
 If memory binds, slower ways that keep less are carried along, and no way is cut that could be part of the best one.
 """
@@ -87,32 +87,28 @@ class Search:
         return {at: moves[self.start, at].seconds(size) for at in self._befores(0)}
 
     def _fastest(self, ends: Sequence[Sharding]) -> Route | None:
-        at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}
-        leaves: dict[object, _Stretch] = {}
-        rows = []
+        shardings = self.costs.shardings
+        at, entry = {sharding: n for n, sharding in enumerate(shardings)}, self._entry()
+        reached = np.array([entry.get(sharding, math.inf) for sharding in shardings])
+        passed: list[tuple[_StageWays, np.ndarray]] = []  # with the best sharding before each one after
         for ways, befores, afters in self._steps(ends):
-            key = id(ways), tuple(befores), tuple(afters)
-            if key not in leaves:
-                table = np.full((len(at), len(at)), math.inf)
-                allowed = np.ix_([at[b] for b in befores], [at[a] for a in afters])
-                table[allowed] = ways.fastest[allowed]
-                leaves[key] = _Stretch(table, ways=ways)
-            rows.append(leaves[key])
-        whole = _product(rows)
-        entry = np.full(len(at), math.inf)
-        for sharding, seconds in self._entry().items():
-            entry[at[sharding]] = seconds
-        total = entry[:, None] + whole.table
-        first, last = np.unravel_index(total.argmin(), total.shape)
-        seconds = float(total[first, last])
-        if seconds == math.inf:
+            allowed = np.ix_([at[before] for before in befores], [at[after] for after in afters])
+            table = np.full((len(at), len(at)), math.inf)
+            table[allowed] = ways.fastest[allowed]
+            total = reached[:, None] + table
+            passed.append((ways, total.argmin(0)))
+            reached = total.min(0)
+        last = after = int(reached.argmin())
+        if reached[last] == math.inf:
             return None
-        choices, memory = [], 0.0
-        for ways, before, after in whole.steps(int(first), int(last)):
-            n = int(ways.sharding[before, after])
-            choices.append(ways.choice(before, n))
-            memory += ways.kept[n]
-        return Route(seconds, memory, tuple(choices), self.costs.shardings[last])
+        chosen: list[tuple[StageChoice, float]] = []
+        for ways, befores_of in reversed(passed):
+            before = int(befores_of[after])
+            inside = int(ways.sharding[before, after])
+            chosen.append((ways.choice(before, inside), ways.kept[inside]))
+            after = before
+        choices, kept = zip(*reversed(chosen), strict=True)
+        return Route(float(reached[last]), sum(kept), choices, shardings[last])
 
     def _fitting(self, ends: Sequence[Sharding], limit: float) -> Route | None:
         at = {sharding: n for n, sharding in enumerate(self.costs.shardings)}
@@ -184,39 +180,6 @@ class _StageWays:
     def choice(self, before: int, inside: int) -> StageChoice:
         """The choice for these numbers of shardings."""
         return StageChoice(self.shardings[before], self.shardings[inside], self.modes[inside])
-
-
-class _Stretch:
-    """Consecutive stages: the least seconds, by shardings before and after. ways: of a single stage, else None."""
-
-    def __init__(
-        self, table: np.ndarray, *, ways: _StageWays | None = None, halves: tuple[_Stretch, _Stretch] | None = None,
-        between: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        self.table, self._ways, self._halves, self._between = table, ways, halves, between
-
-    def steps(self, before: int, after: int) -> Iterator[tuple[_StageWays, int, int]]:
-        """Each stage's ways, with the shardings before and after it on the fastest way."""
-        if self._ways is not None:
-            yield self._ways, before, after
-        else:
-            assert self._halves is not None and self._between is not None
-            middle = int(self._between[before, after])
-            yield from self._halves[0].steps(before, middle)
-            yield from self._halves[1].steps(middle, after)
-
-
-def _product(rows: list[_Stretch]) -> _Stretch:
-    """The concatenation of stretches; repeated ones are computed once."""
-    known: dict[tuple[int, int], _Stretch] = {}
-    while len(rows) > 1:
-        pairs = list(zip(rows[::2], rows[1::2]))
-        for a, b in pairs:
-            if (id(a), id(b)) not in known:
-                sums = a.table[:, :, None] + b.table
-                known[id(a), id(b)] = _Stretch(sums.min(1), halves=(a, b), between=sums.argmin(1))
-        rows = [known[id(a), id(b)] for a, b in pairs] + rows[2 * len(pairs) :]
-    return rows[0]
 
 
 def kinds_of(stages: Sequence[Stage]) -> list[int]:

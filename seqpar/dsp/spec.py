@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -158,16 +159,12 @@ class Spec:
         Raises: ValueError for a block that matches no module, or layers that lack one.
         """
         names = [name for name, _ in model.named_modules()]
+        groups: list[list[Block]] = []
+        for layered, neighbours in groupby(self.blocks, lambda block: "{i}" in block.modules):
+            blocks = list(neighbours)
+            groups += [blocks] if layered else [[block] for block in blocks]
         stages: list[tuple[str, Block]] = []
-        at = 0
-        while at < len(self.blocks):
-            group = [self.blocks[at]]
-            while "{i}" in group[0].modules and at + len(group) < len(self.blocks):
-                following = self.blocks[at + len(group)]
-                if "{i}" not in following.modules:
-                    break
-                group.append(following)
-            at += len(group)
+        for group in groups:
             numbers = [_numbers(block.modules, names) for block in group]
             if not numbers[0] or any(own != numbers[0] for own in numbers):
                 counts = {block.modules: len(own) for block, own in zip(group, numbers, strict=True)}
