@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from seqpar import __version__
 from seqpar.cli import calibrate, doctor, fit, plan, programs
@@ -52,7 +53,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command and its flags."""
     parser = argparse.ArgumentParser(prog="seqpar", description="Long-context attention over many ranks.")
     parser.add_argument("--version", action="version", version=f"seqpar {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    in_lines = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=in_lines)
     for module in (doctor, plan, fit, calibrate, programs):
         module.add_command(commands)
     args, rest = parser.parse_known_args(argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -50,7 +49,6 @@ def add_command(commands: Any) -> None:
         "to the times and write it to a file. The error of each fit is measured on shapes that were not fitted.\n"
         "Takes about a minute and a half; --quick takes less.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--ranks", type=integer, default=2, help="processes that exchange messages to measure the links (default: 2)"

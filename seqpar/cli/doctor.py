@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -43,7 +42,6 @@ def add_command(commands: Any) -> None:
         description="Show versions, devices, kernels and transports, each with the reason if it cannot be used.\n"
         "The exit code is 0 if attention runs on this CPU.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(call=doctor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -58,7 +57,6 @@ def add_command(commands: Any) -> None:
         description="Plan a batch from its document lengths: which ranks share each document, the predicted time of\n"
         "the step, and its distance from a lower bound; or show a fixed layout.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_lengths(parser)
     parser.add_argument("--full", action="store_true", help="attend to every key of the document, not only causally")

@@ -24,7 +24,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare losses, gradients, weights and buffers of a training program on N ranks with those on one",
-        description="Run module:program on one rank and on N ranks, and compare loss, gradients, weights and buffers. "
+        description="Run module:program on one rank and on N ranks, and compare loss, gradients, weights and buffers.\n"
         "The exit code is 1 if they differ. See seqpar.testing.compare for what the program yields.",
     )
     parser.add_argument("program", metavar="module:program", help="a generator function of a module")
