@@ -133,9 +133,8 @@ def surround(
     if not before:
         warn_alone(comm, "parallel", stacklevel=4)
     if comm in _left:
-        if (
-            comm.size > 1 and not met
-        ):  # the same number of blocks on all ranks, so that none is a batch ahead from here on
+        if comm.size > 1 and not met:
+            # the same number of blocks on all ranks, so that none is a batch ahead from here on
             comm.agree(AFTER, {"blocks before": before})
         _left.discard(comm)
     around = Surrounding(plan, comm, bind(plan, comm), before if seed is None else seed)

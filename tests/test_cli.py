@@ -155,7 +155,7 @@ def test_lengths_come_from_files_and_standard_input(
     path.write_text("5\n7\n", encoding="utf-8-sig")  # as editors on Windows write
     assert planned(capsys, "--lengths", str(path), "--model", "tiny")["lengths"] == [5, 7]
     for text, message in (
-        ("3\n4.5\n", "lengths.txt, line 2: expected integers of at most 18 digits, got '4.5'"),
+        ("3\n4.5\n", "lengths.txt, line 2: expected an integer of at most 18 digits, got 4.5"),
         ("\n", "no lengths"),
     ):
         path.write_text(text, encoding="utf-8")
@@ -319,7 +319,7 @@ FIXED = ("--lengths", "5", "--layout", "zigzag")
         (("--lengths", "1,x"), "--lengths 1,x is neither integers separated by commas nor a file of them"),
         (("--lengths", ""), "--lengths '' is neither integers"),
         (("--lengths", "5,,2"), "expected a number between commas, got '5,,2'"),
-        (("--lengths", "1" * 30), "expected integers of at most 18 digits, got '1111"),
+        (("--lengths", "1" * 30), "expected an integer of at most 18 digits, got 1111"),
         (("--lengths", "1," * 50_000 + "x"), "1,1,1,1,1,... is neither integers"),
         (("--lengths", "/"), "cannot read /: Is a directory"),
         (("--lengths", "/dev/zero"), "/dev/zero is longer than 64 MiB"),

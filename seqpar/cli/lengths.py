@@ -65,13 +65,13 @@ def lengths_of(source: str, column: str | None = None) -> list[int]:
     if source != "-" and not _exists(source):
         raise CommandError(f"--lengths {shown(source)} is neither integers separated by commas nor a file of them")
     if source.lower().endswith(".parquet"):
-        return _checked(where, "row", _parquet(source, column or COLUMN))
+        return _checked(where, "row", enumerate(_parquet(source, column or COLUMN), 1))
     text = content(source)
     first = text.lstrip().partition("\n")[0]
     if first[:1] in ("[", "{"):
-        return _checked(where, "entry", _json(where, text, column))
+        return _checked(where, "entry", enumerate(_json(where, text, column), 1))
     if re.search(r"[^\W\d]", first) and not re.fullmatch(r"[\d.eE+\s-]+", first):
-        return _checked(where, "row", _csv(where, text, column or COLUMN))
+        return _checked(where, "row", enumerate(_csv(where, text, column or COLUMN), 1))
     return _listed(where, text, column)
 
 
@@ -87,25 +87,18 @@ def _listed(where: str, text: str, column: str | None) -> list[int]:
     """Lengths of a text of integers, separated by blanks, commas or line ends."""
     if column is not None:
         raise CommandError(f"--column {shown(column)} is for CSV, JSON, JSONL and Parquet; {where} has only integers")
-    lengths = []
+    words = []
     for number, line in enumerate(text.splitlines(), 1):
         if re.search(r",\s*,|^\s*,", line):
             raise CommandError(f"{where}, line {number}: expected a number between commas, got {shown(line)!r}")
-        for word in filter(None, re.split(r"[\s,]+", line)):
-            if not re.fullmatch(rf"[+-]?\d{{1,{DIGITS}}}", word):
-                raise CommandError(
-                    f"{where}, line {number}: expected integers of at most {DIGITS} digits, got {shown(word)!r}"
-                )
-            lengths.append(int(word))
-    if not lengths:
-        raise CommandError(f"{where} holds no lengths")
-    return lengths
+        words += [(number, word) for word in re.split(r"[\s,]+", line) if word]
+    return _checked(where, "line", words)
 
 
-def _checked(where: str, unit: str, values: Iterable[object]) -> list[int]:
-    """The values as integers."""
+def _checked(where: str, unit: str, numbered: Iterable[tuple[int, object]]) -> list[int]:
+    """The values as integers, each with the number of its unit."""
     lengths = []
-    for number, value in enumerate(values, 1):
+    for number, value in numbered:
         if isinstance(value, str) and re.fullmatch(rf"\s*[+-]?\d{{1,{DIGITS}}}\s*", value):
             value = int(value)
         if type(value) is not int or abs(value) >= 10**DIGITS:

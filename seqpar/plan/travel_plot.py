@@ -10,9 +10,9 @@ import numpy as np
 from seqpar.facts.drawing import EDGE, INK, LONG, instead, picture
 from seqpar.plan.derive import Derived
 from seqpar.plan.recurrence import RecurrentLayer
-from seqpar.plan.runs import DocumentRuns, check_unbranched
-from seqpar.plan.travel import LAYER_WAYS, TravelWay, check_travel, inside, layer_way
-from seqpar.plan.travel_report import between, check_kinds, describe_way, passed
+from seqpar.plan.runs import DocumentRuns
+from seqpar.plan.travel import TravelWay, inside, layer_way
+from seqpar.plan.travel_report import between, describe_way, passed, runs_of
 
 DRAWN = 2000  # runs, or states on their way, at most
 RANKS = 64
@@ -38,12 +38,9 @@ def plot(
     Raises: TypeError unless these are a plan and a layer, ValueError for an unknown travel, dtype or device, more than
     64 ranks or a suffix of an unknown format, ImportError without matplotlib, OSError for a file that is not writable.
     """
-    check_kinds("plot", plan, layer)
-    check_travel("plot", travel, LAYER_WAYS)
-    check_unbranched("plot", plan.mask)
+    runs = runs_of("plot", plan, layer, travel)
     if plan.ranks > RANKS:
         raise ValueError(f"at most {RANKS} ranks are drawn, the plan has {plan.ranks}; describe has their quantiles")
-    runs = DocumentRuns.of(plan.residence)
     of_layer = layer.bytes(dtype, gates=gates, device=device, threads=threads)
     way = layer_way(runs, of_layer, travel)
     where, inner = inside(runs, way)

@@ -26,11 +26,14 @@ from seqpar.plan.travel_counts import Counts, chained, gathered, neighbours, rel
 MIB = 1 << 20
 
 
-def check_kinds(what: str, plan: object, layer: object) -> None:
-    """Raise TypeError unless these are a plan and a recurrent layer."""
+def runs_of(what: str, plan: Derived, layer: RecurrentLayer, travel: str) -> DocumentRuns:
+    """The runs of a plan's documents, after checking the arguments of `describe`."""
     for x, kind, word in ((plan, Derived, "Plan"), (layer, RecurrentLayer, "RecurrentLayer")):
         if not isinstance(x, kind):
             raise TypeError(f"{what}: expected a {word}, got {type(x).__name__} {x!r:.200}")
+    check_travel(what, travel, LAYER_WAYS)
+    check_unbranched(what, plan.mask)
+    return DocumentRuns.of(plan.residence)
 
 
 def describe(
@@ -54,10 +57,7 @@ def describe(
     Raises: TypeError unless these are a plan and a layer, ValueError for an unknown travel, dtype or device,
     NotImplementedError for a plan of trees.
     """
-    check_kinds("describe", plan, layer)
-    check_travel("describe", travel, LAYER_WAYS)
-    check_unbranched("describe", plan.mask)
-    runs = DocumentRuns.of(plan.residence)
+    runs = runs_of("describe", plan, layer, travel)
     of_layer = layer.bytes(dtype, gates=gates, device=device, threads=threads)
     way, halo = layer_way(runs, of_layer, travel), halo_way(runs, of_layer.reach, of_layer.tap)
     spread = np.bincount(runs.document)

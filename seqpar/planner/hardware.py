@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from seqpar.facts.value import integer
+
 SCHEMA = 1
 HIDDEN = 0.5  # as measured by bench/cpu/timeline.py
 COUNT = (1 << 62) - 1  # at most, for bytes of memory and ranks of a node
@@ -55,8 +57,8 @@ class Link:
     def __post_init__(self) -> None:
         """Check the figures."""
         _check(self, "bandwidth", "latency", *([] if self.hop is None else ["hop"]))
-        if self.channels is not None and not (type(self.channels) is int and 1 <= self.channels <= COUNT):
-            raise ValueError(f"Link: channels must be a positive integer or None, got {self.channels!r:.60}")
+        if self.channels is not None:
+            object.__setattr__(self, "channels", integer("Link: channels", self.channels, 1, COUNT))
 
     @property
     def alone(self) -> float:
@@ -141,11 +143,7 @@ class Hardware:
         """Check the fields."""
         _check(self, "linear_rate", "hidden", "host")
         for field, least in (("memory", 1), ("node", 1), ("reserve", 0)):
-            value = getattr(self, field)
-            if type(value) is not int or not least <= value <= COUNT:
-                raise ValueError(
-                    f"Hardware: {field} must be an integer of at least {least} and at most {COUNT}, got {value!r:.60}"
-                )
+            object.__setattr__(self, field, integer(f"Hardware: {field}", getattr(self, field), least, COUNT))
         if self.reserve >= self.memory:
             raise ValueError(f"Hardware: reserve {self.reserve} leaves nothing of memory {self.memory}")
         for field, kind in (
@@ -201,8 +199,7 @@ class Hardware:
             raise ValueError(
                 f"hardware must be a mapping of schema {SCHEMA}, got {got!r:.60}; measure it: seqpar calibrate"
             )
-        # files of seqpar calibrate had "call" once
-        entries = {key: value for key, value in data.items() if key not in ("schema", "call")}
+        entries = {key: value for key, value in data.items() if key != "schema"}
         parts: dict[str, type[AttentionCost] | type[Link]] = {
             "attention": AttentionCost,
             "inside": Link,

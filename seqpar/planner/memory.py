@@ -161,12 +161,12 @@ class Memory:
             raise ValueError(
                 "layers' inputs or the state on the host need bytes there: give Training(host_bytes=...), for a rank"
             )
-        if not training.state_on_host:
-            host = Moment("host", 0, 0, 0, 0, inputs) if inputs else None
-            return cls(tuple(moments), usable, state, host, training.host_bytes)
-        host = Moment("host", state, 0, 0, 0, inputs)
-        moments = [m._replace(state=0) for m in moments if m.name != "step"]
-        return cls(tuple(moments), usable, 0, host, training.host_bytes)
+        state_there = 0
+        if training.state_on_host:
+            moments = [m._replace(state=0) for m in moments if m.name != "step"]
+            state, state_there = 0, state
+        host = Moment("host", state_there, 0, 0, 0, inputs) if inputs or training.state_on_host else None
+        return cls(tuple(moments), usable, state, host, training.host_bytes)
 
     @property
     def fixed(self) -> int:

@@ -149,6 +149,5 @@ class _Nesting:
         cut = Pieces(*np.array(self.pieces, np.int64).reshape(-1, 4).T)
         own = Pieces(documents[whole], np.zeros_like(documents[whole]), lengths[whole], chosen[whole])
         pieces = Pieces(*(np.concatenate(parts) for parts in zip(own, cut, strict=True)))
-        busy: Ints = np.zeros(len(self.left), np.int64)
-        np.add.at(busy, pieces.rank, (self.attention // self.widths)[pieces.document])
+        busy = summed(pieces.rank, (self.attention // self.widths)[pieces.document], len(self.left))
         return Placement(pieces, self.widths, int(busy.max()) + self.batch.row * int(self.room.max()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -202,10 +203,7 @@ def layers_of(lengths: Ints, masks: Mask | Sequence[Mask] | None, shape: ModelSh
             raise ValueError(
                 f"masks has {len(masks)} masks for the {shape.attention_count} layers with attention of {shape.name}"
             )
-        counts: dict[Mask, int] = {}
-        for mask in masks:
-            counts[mask] = counts.get(mask, 0) + 1
-        groups = list(counts.items()) or [(Mask(lengths), 0)]
+        groups = list(Counter(masks).items()) or [(Mask(lengths), 0)]
     for mask, _ in groups:
         if not np.array_equal(mask.lengths, lengths) or mask.kv_lengths is not mask.lengths:
             raise ValueError(f"every mask must have the batch's documents, with as many keys as queries, got {mask!r}")

@@ -20,9 +20,7 @@ def test_a_preset_names_its_sources_and_survives_a_file(name: str, tmp_path: Pat
     assert hardware.name == name
     assert len(hardware.source) > 60
     hardware.save(tmp_path / "machine.json")
-    assert (
-        Hardware.load(tmp_path / "machine.json") == hardware == Hardware.from_dict(hardware.to_dict() | {"call": 1e-3})
-    )
+    assert Hardware.load(tmp_path / "machine.json") == hardware == Hardware.from_dict(hardware.to_dict())
     assert hardware.inside.bandwidth > hardware.across.bandwidth
 
 
@@ -82,7 +80,7 @@ def test_a_peer_gets_the_channels_that_nccl_gives_a_pair() -> None:
     assert inside.seconds(1e9, peers=5) == pytest.approx(44e-6 + 1e9 / 367e9), "five peers fill the link"
     assert Link(latency=0.0, bandwidth=4.0).seconds(8) == Link(latency=0.0, bandwidth=4.0, hop=9.0).seconds(8) == 2.0
     for channels in (0, -1, 2.0, True, "4"):
-        with pytest.raises(ValueError, match="channels must be a positive integer or None, got"):
+        with pytest.raises(ValueError, match="channels must be an integer of at"):
             replace(inside, channels=channels)
 
 
@@ -169,7 +167,7 @@ def test_a_file_may_leave_out_defaults_and_carry_measurements(tmp_path: Path) ->
         (lambda d: d.update(colour="red"), "hardware has unknown keys colour"),
         (lambda d: d["attention"].pop("rate"), "attention has no rate"),
         (lambda d: d["inside"].update(jitter=1.0), "inside has unknown keys jitter"),
-        (lambda d: d["inside"].update(channels=1.5), "channels must be a positive integer or None, got 1.5"),
+        (lambda d: d["inside"].update(channels=1.5), "channels must be an integer of at least 1, got 1.5"),
         (lambda d: d.update(kernel=3), "kernel must be a str, got 3"),
         (lambda d: d.update(across=None), "across must be a mapping"),
         (lambda d: d.update(schema=2), "schema 1, got 2"),
