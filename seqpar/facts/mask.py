@@ -183,10 +183,9 @@ class Mask(Fact):
         if not isinstance(other, Mask):
             return NotImplemented
         if not all(map(np.array_equal, (self.lengths, self.kv_lengths), (other.lengths, other.kv_lengths))):
-            sizes = [f"{x.lengths.tolist()!r:.100} on {x.kv_lengths.tolist()!r:.100} keys" for x in (self, other)]
             raise ValueError(
-                f"a union needs masks of the same lengths and kv_lengths, got {' | '.join(sizes)}; make both for the "
-                "same batch"
+                f"a union needs masks of the same lengths and kv_lengths, got {self._sizes()} | {other._sizes()}; make "
+                "both for the same batch"
             )
         if self.paths and other.paths and not self.same_paths(other):
             raise NotImplementedError(f"{self!r} | {other!r} has two paths to a token; give both parts the same tree")
@@ -199,6 +198,10 @@ class Mask(Fact):
         area = mask.area()
         parts = [x for x in (self, other) if x.area() == area and (x.paths is None) == (paths is None)]
         return min(parts, key=Mask.digest, default=mask)
+
+    def _sizes(self) -> str:
+        kv_lengths = "" if self.kv_lengths is self.lengths else f", kv_lengths={self.kv_lengths.tolist()!r:.100}"
+        return f"lengths={self.lengths.tolist()!r:.100}{kv_lengths}"
 
     @classmethod
     def tree(
