@@ -232,20 +232,13 @@ def _inside(wrapper: Any) -> list[Any]:
         return [wrapper.func, *wrapper.args, *wrapper.keywords.values()]
     if isinstance(wrapper, MethodType):
         return [wrapper.__func__, wrapper.__self__]
-    defaults = (
-        *(getattr(wrapper, "__defaults__", None) or ()),
-        *(getattr(wrapper, "__kwdefaults__", None) or {}).values(),
-    )
-    return [*closed_over(wrapper), *defaults, *getattr(wrapper, "__dict__", {}).values()]
-
-
-def closed_over(function: Any) -> list[Any]:
-    """The values in a function's closure, but for names that have none yet."""
-    found = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):
+    found: list[Any] = []
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        with suppress(ValueError):  # of a name that has no value yet
             found.append(cell.cell_contents)
-    return found
+    found += getattr(wrapper, "__defaults__", None) or ()
+    found += (getattr(wrapper, "__kwdefaults__", None) or {}).values()
+    return [*found, *getattr(wrapper, "__dict__", {}).values()]
 
 
 def refuse_unready(model: nn.Module) -> None:

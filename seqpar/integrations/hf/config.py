@@ -23,7 +23,6 @@ CROSS = "it has cross-attention (an encoder and a decoder)"
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 EDITED, EDITING = "its attention edits its mask, which is the handle of a plan here", {"doge"}
 ASKED = "output_router_logits"
-OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
 LONGEST_POSITION = ("dynamic", "longrope")  # rotary types whose angles depend on the longest position
 # The inputs that the towers of each kind take, under these names in most models; with further inputs, by the
 # signature of get_*_features.

@@ -44,16 +44,7 @@ from seqpar.integrations.hf.mask import (
     united,
 )
 from seqpar.integrations.hf.model import ParallelTransformer
-from seqpar.integrations.hf.reading import (
-    DOCUMENTS,
-    OF_LOSS,
-    OPTIONS,
-    REFUSED,
-    ROWS,
-    UNSEEN,
-    BatchCall,
-    with_effect,
-)
+from seqpar.integrations.hf.reading import DOCUMENTS, OF_LOSS, OPTIONS, REFUSED, ROWS, UNSEEN, BatchCall, with_effect
 from seqpar.integrations.hf.towers import Towers, zero_of
 
 # Other inputs of the text model with a value per token: offsets of positions, features between layers.

@@ -15,29 +15,12 @@ from transformers import PreTrainedModel
 
 from seqpar.integrations.hf import indexed
 from seqpar.integrations.hf.attention import OwnMask
-from seqpar.integrations.hf.config import (
-    CROSS,
-    EDITED,
-    MEDIA,
-    NO_INTERFACE,
-    OF_DECODERS,
-    caching,
-    mixing_layers,
-    text_of,
-)
+from seqpar.integrations.hf.config import CROSS, EDITED, MEDIA, NO_INTERFACE, caching, mixing_layers, text_of
 from seqpar.integrations.hf.heads import LocalHead, has_pad, tried
 from seqpar.integrations.hf.positions import dropping_tokens, forgotten, lengthy
 from seqpar.integrations.hf.recurrent.mixers import as_written, mixers
 from seqpar.integrations.hf.rewritten_attention import rewritten_attention
-from seqpar.integrations.hf.trial.runs import (
-    NO_ROWS,
-    POOLED,
-    TOKENS,
-    ModelFit,
-    TrialRuns,
-    findings,
-    precise,
-)
+from seqpar.integrations.hf.trial.runs import NO_ROWS, POOLED, TOKENS, ModelFit, TrialRuns, findings, precise
 from seqpar.integrations.hf.trial.twin import NoWeights, check_weights, elsewhere, twin_of, unlike
 from seqpar.private import torch as torch_private
 from seqpar.private.transformers import can_set_attention
@@ -47,6 +30,7 @@ from seqpar.trial.protect import saved
 EMPTY = "it has no parameters"
 OWN_MASK = "it makes its attention mask itself"
 ALONE = f"its forward of {TOKENS} input_ids fails on one process too"
+OF_DECODERS = {"decoder_input_ids", "encoder_hidden_states"}  # arguments of models with cross-attention
 # Modules that look at other tokens, or at the batch, by design.
 BATCHES = (torch_private.BatchNorm,)
 MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, torch_private.NormBase)
