@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.comm import PeerError
 from seqpar.comm.base import ProcessChannel, ProcessComm
 from seqpar.comm.failure import RootCause
-from seqpar.comm.protocol import Stats, Tag, Work
+from seqpar.comm.protocol import Sides, Stats, Tag, Work
 
 T = TypeVar("T")
 TIMEOUT = 60.0
@@ -105,13 +105,13 @@ class _Channel(ProcessChannel):
 class CountingComm(ProcessComm[_Channel]):
     """A rank of a `CountingWorld`."""
 
-    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
+    def _post(self, sides: Sides, tag: Tag, stats: Stats) -> Work:
         world, me = self._channel.world, self._channel.rank
-        for peer, several in self._in_group(sends).items():
+        for peer, several in sides.sends.items():
             world.messages[me] += 1
             world.bytes[me] += sum(x.nbytes for x in several)
             world.queue(me, peer).put((tag.numbers, [x.clone() for x in several]))
-        return _CountingWork(world, me, self._in_group(recvs), tag)
+        return _CountingWork(world, me, sides.recvs, tag)
 
 
 class _CountingWork:

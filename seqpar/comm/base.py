@@ -6,7 +6,7 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from seqpar.comm.arguments import subset
 from seqpar.comm.entry import ThreadEntry, enters, uncompiled
-from seqpar.comm.failure import Owner, RootCause, tells_of_wait, waited
+from seqpar.comm.failure import Owner, RootCause
 from seqpar.comm.header import AGREEING, Header, describe, hash63
 from seqpar.comm.protocol import (
     NO_FACTS,
-    Claim,
     Collectives,
     Contribution,
     PeerError,
+    Sides,
     Stats,
     Tag,
     Work,
+    checked_sides,
     raise_first,
 )
 
@@ -83,6 +84,8 @@ def _agreement(scope: int, call: int) -> str:
     return f"{scope:x}/{call}"
 
 
+COMPARING, GATHERING = "comparing arguments", "gathering"  # the forms of a collective
+
 # bytes of what a rank brings to a collective that still fit the first message; all are equally long, since ranks may be
 # in different collectives
 ALONG = 2048
@@ -100,7 +103,7 @@ B = TypeVar("B", bound="CommBase[Any]")
 
 
 class CommBase(Generic[C]):
-    """Some ranks of a group, renumbered. Subclasses add how bytes move and how ranks agree."""
+    """Some ranks of a group, renumbered. Subclasses add `_post`, how bytes move, and `_met`, how ranks agree."""
 
     direct = False
 
@@ -115,8 +118,24 @@ class CommBase(Generic[C]):
         self.entry: ThreadEntry = counters.setdefault("entry", ThreadEntry())
         self._calls = self._counter("call")
 
-    def _in_group(self, tensors: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-        return {self._ranks[peer]: several for peer, several in tensors.items()}
+    @uncompiled
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
+    ) -> Work:
+        """Post one exchange: see `Comm.exchange`."""
+        sides = checked_sides(self.rank, self._ranks, sends, recvs, direct=self.direct)
+        self._admit(sides.devices, tag)
+        self._channel.check()
+        if not (sides.sends or sides.recvs):
+            return CompletedWork()
+        self.stats.count(sides.sends, sides.recvs)
+        return self._post(sides, tag, self.stats)
+
+    def _admit(self, devices: Set[torch.device], tag: Tag) -> None:
+        """Raise for an exchange of tensors on these devices, if this comm cannot make it now."""
+
+    def _post(self, sides: Sides, tag: Tag, stats: Stats) -> Work:
+        raise NotImplementedError
 
     def sub(self: B, ranks: Sequence[int]) -> B:
         """The same connection for some of its ranks, renumbered."""
@@ -144,8 +163,24 @@ class CommBase(Generic[C]):
         """Make this rank's reason the root cause, unless there is one, and wake every rank that waits for it."""
         self._channel.fail(reason)
 
+    @enters
     def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
         """Compare the facts of all ranks: see `Comm.agree`."""
+        self.check()
+        self._met(COMPARING, what, Contribution.of(what, facts, error), "")
+
+    @enters
+    def gather(
+        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
+        hint: str = "",
+    ) -> list[Any]:  # fmt: skip
+        """Every rank's value: see `Comm.gather`."""
+        self.check()
+        found = self._met(GATHERING, what, Contribution.of(what, facts, error, value), hint)
+        return [pickle.loads(packed) for packed in found]
+
+    def _met(self, form: str, what: str, own: Contribution, hint: str) -> list[bytes]:
+        """What each rank brings to a collective, packed, by rank, if their claims are equal; else raises why not."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -179,45 +214,28 @@ class CommBase(Generic[C]):
 
 
 class ProcessComm(CommBase[P]):
-    """Ranks that are processes and agree by messages. Subclasses add `exchange` and `_post_control`."""
+    """Ranks that are processes and agree by messages. Subclasses add `_post`."""
 
-    @enters
-    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
-        """Compare the facts of all ranks: see `Comm.agree`.
+    def _met(self, form: str, what: str, own: Contribution, hint: str) -> list[bytes]:
+        """See `CommBase`.
 
-        Up to 8 ranks send one small message to every other rank; more ranks send 24 bytes to a few others in turns, and
-        the facts themselves only if ranks differ.
+        Up to 8 ranks send one message to every other rank if what they bring is small. More ranks send 24 bytes, and of
+        a value all that they know, to a few others in turns; their claims only if these differ.
         """
-        self.check()
-        claim, _, error = Contribution.of(what, facts, error)
-        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (comparing arguments)")
-        if claim.error is not None:
+        claim, packed, error = own.claim, own.packed if form == GATHERING else b"", own.error
+        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} ({form})", hint)
+        if form == COMPARING and claim.error is not None:
             self._channel.root_cause.note_refusal(_agreement(self._scope_id, tag.call), claim.error)
-        self._met(claim, b"", error, tag)
-
-    @enters
-    def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
-        hint: str = "",
-    ) -> list[Any]:  # fmt: skip
-        """Every rank's value: see `Comm.gather`. Small values of up to 8 ranks take one message per pair."""
-        self.check()
-        claim, own, error = Contribution.of(what, facts, error, value)
-        tag = Tag(0, next(self._counter("agree")), AGREEING, 0, f"{what} (gathering)", hint)
-        return [pickle.loads(each) for each in self._met(claim, own, error, tag)]
-
-    def _met(self, claim: Claim, own: bytes, error: Exception | None, tag: Tag) -> list[bytes]:
-        """What each rank brings, by rank, if their claims are equal; else raises their difference."""
-        form = tag.name.removeprefix(claim.what)
         if self.size > DIRECT:
-            most = self._double(hash63((form, claim)), len(own) if error is None else REFUSED, tag)
+            most = self._double(hash63((form, claim)), len(packed) if error is None else REFUSED, tag)
             if most is not None and most != REFUSED:
-                return self._gather_by_rounds(own, most, tag)
-            own = b""  # the claims differ
-        found = self._swap_packed(pickle.dumps((form, claim, own)), tag._replace(stage=SWAPPING))
+                return self._gather_by_rounds(packed, most, tag)
+            packed = b""  # the claims differ
+        found = self._swap_packed((form, claim, packed), tag._replace(stage=SWAPPING))
         mixed = len({form for form, *_ in found}) > 1
-        raise_first([claim._replace(what=claim.what + form) if mixed else claim for form, claim, _ in found], error)
-        return [own for *_, own in found]
+        claims = [claim._replace(what=f"{claim.what} ({form})") if mixed else claim for form, claim, _ in found]
+        raise_first(claims, error)
+        return [packed for *_, packed in found]
 
     def _gather_by_rounds(self, own: bytes, most: int, tag: Tag) -> list[bytes]:
         """Every rank's bytes, filled up with zeros to those of the longest, of which pickle takes no notice."""
@@ -239,43 +257,29 @@ class ProcessComm(CommBase[P]):
         """The largest of all ranks' words, or None if their digests differ: by messages of 24 bytes between pairs.
 
         The largest digest equals the negative of the largest negated one only if all digests are equal.
-
-        Raises: PeerError, after a timeout naming the ranks that did not take part.
         """
         own = torch.tensor([digest, -digest, word], device="cpu")
-        try:
-            for stage, peer in pairs(self.rank, self.size):
-                heard = torch.empty_like(own)
-                self._post_control({peer: [own]}, {peer: [heard]}, tag._replace(stage=stage)).wait()
-                own = torch.maximum(own, heard)
-        except PeerError as error:
-            raise self._naming_silent(error, tag) from None
+        for stage, peer in pairs(self.rank, self.size):
+            heard = torch.empty_like(own)
+            self._post_control({peer: [own]}, {peer: [heard]}, tag._replace(stage=stage)).wait()
+            own = torch.maximum(own, heard)
         largest, smallest, most = own.tolist()
         return int(most) if largest == -smallest else None
 
-    def _naming_silent(self, error: PeerError, tag: Tag) -> PeerError:
-        """The error of a round whose peer was itself waiting; it names the ranks that all wait for."""
-        if self._channel.cause is None or not tells_of_wait(self._channel.cause[1]):
-            return error
-        here = self._channel.root_cause.roll_call(_agreement(self._scope_id, tag.call), self._ranks)
-        silent = [rank for rank in self._ranks if rank not in here]
-        if not silent:
-            return error
-        reason = waited(f"in {tag.name}", self._channel.timeout, *silent, hint=tag.hint)
-        return PeerError(f"rank {self._channel.rank} {reason}")
-
-    def _swap_packed(self, own: bytes, tag: Tag) -> list[Any]:
-        """Every rank's object, by rank, from its pickle; one too long for the first message comes in a second one."""
-        first = _bytes(len(own).to_bytes(8, "little") + own[:ALONG].ljust(ALONG, b"\0"))
+    def _swap_packed(self, own: Any, tag: Tag) -> list[Any]:
+        """Every rank's object, by rank, as a pickle; one too long for the first message comes in a second one."""
+        packed = pickle.dumps(own)
+        first = _bytes(len(packed).to_bytes(8, "little") + packed[:ALONG].ljust(ALONG, b"\0"))
         found = [each.numpy().tobytes() for each in self._swap(first, [first] * self.size, tag)]
         lengths = [int.from_bytes(each[:8], "little") for each in found]
         if max(lengths) > ALONG:
             like = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
-            found = [
-                each.numpy().tobytes() for each in self._swap(_bytes(own), like, tag._replace(stage=tag.stage + 1))
-            ]
-            return [pickle.loads(each) for each in found]
-        return [pickle.loads(each[8:]) for each in found]
+            second = self._swap(_bytes(packed), like, tag._replace(stage=tag.stage + 1))
+            found = [each.numpy().tobytes() for each in second]
+        else:
+            found = [each[8 : 8 + n] for each, n in zip(found, lengths, strict=True)]
+        objects = {each: own if each == packed else pickle.loads(each) for each in set(found)}  # most are this rank's
+        return [objects[each] for each in found]
 
     def _swap(self, own: Tensor, like: Sequence[Tensor], tag: Tag) -> list[Tensor]:
         """Every rank's `own` CPU tensor, by rank; rank r's has the shape of ``like[r]``. Not counted in the stats."""
@@ -287,7 +291,8 @@ class ProcessComm(CommBase[P]):
 
     def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
         """An exchange of CPU tensors that the stats do not count; peers are this comm's ranks."""
-        raise NotImplementedError
+        sent, expected = ({self._ranks[peer]: several for peer, several in side.items()} for side in (sends, recvs))
+        return self._post(Sides(sent, expected, {torch.device("cpu")}), tag, Stats())
 
 
 class WorkBase(Generic[C]):
@@ -297,12 +302,12 @@ class WorkBase(Generic[C]):
     """
 
     def __init__(self, channel: C, tag: Tag, stats: Stats | None) -> None:
-        self._channel, self._tag, self._stats, self._waited = channel, tag, stats, False
+        self._channel, self.tag, self._stats, self._waited = channel, tag, stats, False
 
     @property
-    def tag(self) -> Tag:
-        """Of the exchange."""
-        return self._tag
+    def doing(self) -> str:
+        """What a rank does that waits for it, for errors."""
+        return f"in {describe(self.tag)}"
 
     def awaited(self) -> int | None:
         """The peer that a wait stands for; None if it is over, or stands for all peers. From any thread."""
@@ -320,7 +325,7 @@ class WorkBase(Generic[C]):
         except BaseException as error:
             self._keep()
             if not isinstance(error, PeerError):
-                self._channel.fail(f"in {describe(self._tag)}: {type(error).__name__}: {error}")
+                self._channel.fail(f"{self.doing}: {type(error).__name__}: {error}")
             raise
         finally:
             if self._stats is not None:
@@ -336,7 +341,7 @@ class WorkBase(Generic[C]):
         if not self._waited:
             self._waited = True
             self._keep()
-            self._channel.fail(f"dropped the work of {describe(self._tag)} without waiting for it")
+            self._channel.fail(f"dropped the work of {describe(self.tag)} without waiting for it")
 
 
 class CompletedWork:
@@ -347,7 +352,6 @@ class CompletedWork:
 
 
 def _bytes(packed: bytes) -> Tensor:
-    """Bytes as a tensor."""
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 

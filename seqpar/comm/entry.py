@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -79,16 +79,12 @@ class entered:
 
 def uncompiled(function: M) -> M:
     """The function, excluded from torch.compile; plans and messages are plain Python objects."""
-    disabled: list[Callable[..., Any]] = []
     compiler: Any = torch.compiler
+    disabled = cache(lambda: compiler.disable(function))
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*arguments, **named)
-        if not disabled:
-            disabled.append(compiler.disable(function))
-        return disabled[0](*arguments, **named)
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*arguments, **named)
 
     return cast(M, call)
 

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 Range = tuple[int, int]  # of memory: its address and bytes
 
-WAITED = ": waited "  # in the reason of a rank that gave up a wait
 ANSWERING = 1.2  # seconds in which a rank that waits has answered whom it waits for: two of its looks
 
 
@@ -293,12 +292,7 @@ def waited(doing: str, timeout: float, *peers: int, more: str = "", hint: str = 
         "make every rank take part in this call, as often as the others, or give the comm a longer timeout if "
         f"{who} only needs more time"
     )
-    return f"{doing}{WAITED}{timeout:g} s for {who}{more}{DEAD}; {hint}"
-
-
-def tells_of_wait(reason: str) -> bool:
-    """Whether a reason is one that `waited` wrote, on any rank."""
-    return WAITED in reason
+    return f"{doing}: waited {timeout:g} s for {who}{more}{DEAD}; {hint}"
 
 
 def held_up(doing: str, timeout: float, chain: Sequence[int], more: str = "", hint: str = "") -> str:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import PATIENCE
-from seqpar.comm.base import CompletedWork, ProcessComm, process_group
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.base import ProcessComm, process_group
 from seqpar.comm.group_channel import GroupChannel
 from seqpar.comm.over_gloo import GlooWork
 from seqpar.comm.over_nccl import BY_NCCL, NcclSums, NcclWork
-from seqpar.comm.protocol import Collectives, Stats, Tag, Work, checked_sides, refuse_capture, rounds
+from seqpar.comm.protocol import Collectives, Sides, Stats, Tag, Work, refuse_capture, rounds
 
 
 class GroupComm(ProcessComm[GroupChannel]):
@@ -36,8 +35,8 @@ class GroupComm(ProcessComm[GroupChannel]):
     blocks of the GPU that NCCL gives an operation of the comm's own communicators (`ncclConfig_t.minCTAs`), which
     attention then lacks; by NCCL's sources (2.30) also the channels of a pair. None leaves it to NCCL. Not yet tried.
 
-    A collective constructor: every rank of the group calls it. A sub shares its parent's `stats`, whose `sent_to`
-    counts by the parent's ranks.
+    A collective constructor: every rank of the group calls it. An exchange has CUDA tensors or CPU tensors, not both. A
+    sub shares its parent's `stats`, whose `sent_to` counts by the parent's ranks.
 
     Raises: ValueError for a group that this process is not in or that has neither gloo nor NCCL, and if ranks share a
     GPU; NotImplementedError on ROCm.
@@ -50,27 +49,22 @@ class GroupComm(ProcessComm[GroupChannel]):
         channel = GroupChannel(process_group("GroupComm", group), timeout, check, private, min_ctas)
         self._join(channel, (), Stats(), {}, check)
 
-    @uncompiled
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
-        """Post one exchange: see `Comm.exchange`. All its tensors are CUDA or all are CPU tensors.
-
-        Raises: NotImplementedError while a CUDA graph is captured; otherwise as `Comm.exchange`.
-        """
-        sends, recvs, devices = checked_sides(self.rank, self._ranks, sends, recvs)
-        types, channel = {device.type for device in devices}, self._channel
-        if len(types) > 1 or not types <= channel.carries:
-            raise _wrong_devices(types, channel.backends)
-        channel.check()
-        if not types:
-            return CompletedWork()
+    def _admit(self, devices: Set[torch.device], tag: Tag) -> None:
+        types = {device.type for device in devices}
+        if len(types) > 1 or not types <= self._channel.carries:
+            raise _wrong_devices(types, self._channel.backends)
         if "cuda" in types:
             refuse_capture(tag)
-        self.stats.count(sends, recvs)
-        if "cpu" in types:
-            return GlooWork(channel, self._scope_id, tag, sends, recvs, self.stats)
+
+    def _post(self, sides: Sides, tag: Tag, stats: Stats) -> Work:
+        sends, recvs, devices = sides
+        if next(iter(devices)).type == "cpu":  # control messages go so, whatever the group's backend
+            return GlooWork(self._channel, self._scope_id, tag, sends, recvs, stats)
         return self._post_cuda(sends, recvs, tag)
+
+    def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> NcclWork:
+        channel = self._channel
+        return NcclWork(channel, tag, rounds(channel.rank, channel.size, sends, recvs, channel.nodes))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Uninitialised memory of this process; on the CPU memory of earlier verbs, unless it is kept."""
@@ -84,18 +78,8 @@ class GroupComm(ProcessComm[GroupChannel]):
             return None
         return NcclSums(self._channel, self.stats)
 
-    def _post_cuda(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> NcclWork:
-        """An exchange over NCCL; peers are the group's ranks."""
-        channel = self._channel
-        return NcclWork(channel, tag, rounds(channel.rank, channel.size, sends, recvs, channel.nodes))
-
-    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
-        # on the twin, whatever the group's backend
-        return GlooWork(self._channel, self._scope_id, tag, self._in_group(sends), self._in_group(recvs), None)
-
 
 def _wrong_devices(types: Set[str], backends: Mapping[str, str]) -> ValueError:
-    """The error for tensors on devices that the group's backends do not serve."""
     if len(types) > 1:
         return ValueError(f"exchange: tensors on devices {sorted(types)}; expected all of them on one type of device")
     (device,) = types

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from seqpar.comm.arguments import check_arguments, check_descriptors
 from seqpar.comm.base import ProcessChannel, WorkBase
 from seqpar.comm.failure import Monitor, Owner, RootCause, held_up, then, waited, weakly
-from seqpar.comm.header import REMEMBERED, describe
+from seqpar.comm.header import REMEMBERED
 from seqpar.comm.host_pool import HostPool
 from seqpar.comm.interrupt import Interrupt
 from seqpar.comm.nccl import CUDA, Nccl, check_gpus, gpu_of, node_of, own_backend
@@ -138,7 +138,7 @@ class GroupChannel(ProcessChannel):
         self._abort_nccl()
 
     def _give_up(self, work: WorkBase[Any]) -> None:
-        self.fail(f"in {describe(work.tag)}: interrupted by Ctrl-C")
+        self.fail(f"{work.doing}: interrupted by Ctrl-C")
 
     def _answer(self, work: WorkBase[Any]) -> None:
         """Report the ranks that this one waits for to a rank that asks because its wait has lasted too long."""
@@ -241,7 +241,6 @@ def _check_backends(backends: Mapping[str, str]) -> None:
 
 
 def _twin(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """The private gloo group."""
     c10d: Any = dist.distributed_c10d
     try:
         return c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=max(0.001, timeout)))

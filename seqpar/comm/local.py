@@ -28,7 +28,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import pickle
 import threading
 import time
 import warnings
@@ -42,20 +41,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arguments import check_timeout
-from seqpar.comm.base import Channel, CommBase, CompletedWork, WorkBase
-from seqpar.comm.entry import enters, uncompiled
+from seqpar.comm.base import COMPARING, GATHERING, Channel, CommBase, WorkBase
 from seqpar.comm.failure import in_some_comm
 from seqpar.comm.local_waits import Agreement, PostedRound, RoundsLeft, Scope, Waits, copy_rows, cycle_through, fill_nan
 from seqpar.comm.protocol import (
     DEAD,
-    NO_FACTS,
     Comm,
     Contribution,
     PeerError,
+    Sides,
     Stats,
     Tag,
     Work,
-    checked_sides,
     raise_first,
     refuse_capture,
     rounds,
@@ -63,6 +60,8 @@ from seqpar.comm.protocol import (
 from seqpar.facts.value import integer
 
 log = logging.getLogger("seqpar.comm")
+
+KINDS = {COMPARING: "agreement on", GATHERING: "gathering of"}
 
 
 @dataclass(order=True)
@@ -244,7 +243,6 @@ class _World:
                 wakeup.notify_all()
 
     def _deliver(self, now: float) -> None:
-        """Copy the due messages."""
         changed: list[int] = []
         while self.moves and self.moves[0].due <= now:
             move = heapq.heappop(self.moves)
@@ -310,21 +308,16 @@ class _LocalChannel(Channel):
 
     @property
     def cause(self) -> tuple[int, str] | None:
-        """The (rank, reason) that killed the world, or None."""
         return (self.rank, "the comm is closed") if self.closed else self.world.failure
 
     def fail(self, reason: str) -> None:
-        """Make this rank's reason the root cause, unless there is one."""
         self.world.fail(self.rank, reason)
 
     def close(self) -> None:
-        """Refuse what comes."""
         self.closed = True
 
 
 class _LocalWork(WorkBase[_LocalChannel]):
-    """`Work` of a `LocalComm`."""
-
     def __init__(self, channel: _LocalChannel, tag: Tag, stats: Stats, progress: RoundsLeft) -> None:
         super().__init__(channel, tag, stats)
         self._progress = progress
@@ -375,18 +368,9 @@ class LocalComm(CommBase[_LocalChannel]):
         super()._join(channel, scope, stats, counters, check_every)
         self._world, self.direct = channel.world, channel.world.direct
 
-    @uncompiled
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
-        """Post one exchange: see `Comm.exchange`. A mismatch or a cycle that it completes raises PeerError here.
-
-        Raises: NotImplementedError while a CUDA graph is captured; otherwise as `Comm.exchange`.
-        """
-        sends, recvs, _ = checked_sides(self.rank, self._ranks, sends, recvs, direct=self.direct)
-        self._channel.check()
-        if not sends and not recvs:
-            return CompletedWork()
+    def _post(self, sides: Sides, tag: Tag, stats: Stats) -> Work:
+        """See `CommBase`. A mismatch or a cycle that the exchange completes raises PeerError here."""
+        sends, recvs, _ = sides
         stream = _stream(itertools.chain(_all(sends), _all(recvs)))
         if stream is not None:
             refuse_capture(tag)
@@ -394,39 +378,20 @@ class LocalComm(CommBase[_LocalChannel]):
             for tensor in _all(recvs):
                 if tensor.is_floating_point():
                     fill_nan(tensor)
-        self.stats.count(sends, recvs)
         me = self._channel.rank
         parts = rounds(me, self._channel.size, sends, recvs, self._world.nodes)
         ready = None if stream is None else stream.record_event()
         progress = RoundsLeft(me, len(parts), stream, ready)
-        work = _LocalWork(self._channel, tag, self.stats, progress)
+        work = _LocalWork(self._channel, tag, stats, progress)
         now = time.monotonic()
         self._world.post([PostedRound(me, (self._scope, tag, p.key), p.sends, p.recvs, progress, now) for p in parts])
         return work
 
-    @enters
-    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
-        """Compare the facts of all ranks: see `Comm.agree`."""
-        self.check()
-        claim, _, error = Contribution.of(what, facts, error)
-        raise_first(self._together("agreement on", what, claim), error)
-
-    @enters
-    def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
-        hint: str = "",
-    ) -> list[Any]:  # fmt: skip
-        """Every rank's value: see `Comm.gather`."""
-        self.check()
-        own = Contribution.of(what, facts, error, value)
-        found = self._together("gathering of", what, own, hint)
+    def _met(self, form: str, what: str, own: Contribution, hint: str) -> list[bytes]:
+        key, kind = (self._scope, next(self._counter("agree"))), KINDS[form]
+        found = self._world.agree(self._channel.rank, self._ranks, key, own, kind=kind, what=what, hint=hint)
         raise_first([each.claim for each in found], own.error)
-        return [pickle.loads(each.packed) for each in found]
-
-    def _together(self, kind: str, what: str, claim: Any, hint: str = "") -> list[Any]:
-        """Every rank's claim, by rank."""
-        key = self._scope, next(self._counter("agree"))
-        return self._world.agree(self._channel.rank, self._ranks, key, claim, kind=kind, what=what, hint=hint)
+        return [each.packed for each in found]
 
 
 _warned: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms that `warn_alone` has named

@@ -85,7 +85,7 @@ class GlooWork(WorkBase[GroupChannel]):
 
     def __init__(
         self, channel: GroupChannel, scope: int, tag: Tag, sends: Mapping[int, list[Tensor]],
-        recvs: Mapping[int, list[Tensor]], stats: Stats | None,
+        recvs: Mapping[int, list[Tensor]], stats: Stats,
     ) -> None:  # fmt: skip
         super().__init__(channel, tag, stats)
         self._messages: list[_GlooMessage] = []
@@ -119,11 +119,11 @@ class GlooWork(WorkBase[GroupChannel]):
         try:
             for message in self._messages:
                 if channel.cause is not None:
-                    raise channel.error(f"in {describe(self._tag)}, waiting for rank {message.peer}")
+                    raise channel.error(f"{self.doing}, waiting for rank {message.peer}")
                 try:
                     message.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
                 except RuntimeError as error:
-                    raise channel.failed(f"in {describe(self._tag)}", message.peer, error, self._tag.hint) from None
+                    raise channel.failed(self.doing, message.peer, error, self.tag.hint) from None
                 if message.expected:
                     self._land(message)
         finally:
@@ -143,10 +143,9 @@ class GlooWork(WorkBase[GroupChannel]):
         header = ctypes.string_at(at, HEADER_BYTES)
         if header != message.expected:
             sent, expected = Header(*WORDS.unpack(header)), Header(*WORDS.unpack(message.expected))
-            doing = f"in {describe(self._tag)}"
-            why = mismatch(peer, sent, channel.rank, expected, self._tag, channel.calls, channel.refused)
-            channel.fail(f"{doing}: {why}")
-            raise channel.error(f"{doing}, receiving from rank {peer}")
+            why = mismatch(peer, sent, channel.rank, expected, self.tag, channel.calls, channel.refused)
+            channel.fail(f"{self.doing}: {why}")
+            raise channel.error(f"{self.doing}, receiving from rank {peer}")
         at += HEADER_BYTES
         for x in message.beside:
             ctypes.memmove(x.data_ptr(), at, x.nbytes)

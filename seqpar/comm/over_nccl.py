@@ -54,9 +54,9 @@ class NcclWork(WorkBase[GroupChannel]):
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            channel.fail(f"in {describe(self._tag)}: {error}")
+            channel.fail(f"{self.doing}: {error}")
         if channel.cause is not None:
-            raise channel.error(f"in {describe(self._tag)}")
+            raise channel.error(self.doing)
         self._works, self._tensors = [], []
 
     def _keep(self) -> None:
@@ -79,11 +79,11 @@ class _Collective(WorkBase[GroupChannel]):
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise channel.interrupted(f"in {describe(self._tag)}", error) from None
+            raise channel.interrupted(self.doing, error) from None
         finally:
             channel.interrupt.end(listened)
         if channel.cause is not None:
-            raise channel.error(f"in {describe(self._tag)}")
+            raise channel.error(self.doing)
 
     def _keep(self) -> None:
         self._channel.orphans += [self._work, *self._tensors]

@@ -160,7 +160,8 @@ class Comm(Protocol):
         have at most `DIMS` dims. Empty tensors are dropped. The rank itself is not a peer. Both sides of a pair give
         the same number of tensors, shapes and dtypes.
 
-        Raises: ValueError for a peer outside the comm or a non-contiguous tensor; PeerError if the comm is dead.
+        Raises: ValueError for a peer outside the comm, a non-contiguous tensor, or devices that the comm does not
+        serve together; NotImplementedError while a CUDA graph is captured; PeerError if the comm is dead.
         """
         ...
 
@@ -330,7 +331,6 @@ def has_memory(x: Tensor) -> bool:
 
 
 def _check_memory(x: Tensor, index: int, peer: int, *, sending: bool, direct: bool) -> None:
-    """Raise ValueError for a tensor that cannot be sent from, or received into, its memory."""
     what = f"exchange: tensor {index} to {'send to' if sending else 'receive from'} rank {peer}"
     strided = f"{what} has shape {tuple(x.shape)} and strides {x.stride()}; expected"
     if not x.is_contiguous():
@@ -424,6 +424,8 @@ def raise_first(claims: Sequence[Claim], own: Exception | None) -> None:
     """
     if own is not None:
         raise own
+    if claims[0].error is None and claims.count(claims[0]) == len(claims):
+        return
     for rank, claim in enumerate(claims):
         if claim.error is not None:
             raise ValueError(f"{claim.what}: rank {rank} {claim.error}")

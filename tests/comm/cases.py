@@ -528,9 +528,8 @@ def as_on_gpus(comm, fn, *args):
     over_gloo = group.GlooWork
 
     def work(channel, scope, tag, sends, recvs, stats):
-        return (
-            over_gloo(channel, scope, tag, sends, recvs, stats) if stats is None else comm._post_cuda(sends, recvs, tag)
-        )
+        counted = stats is comm.stats  # control messages are not
+        return comm._post_cuda(sends, recvs, tag) if counted else over_gloo(channel, scope, tag, sends, recvs, stats)
 
     # the module's name, as an exchange of CPU tensors finds it
     with mock.patch.object(group, "GlooWork", work):

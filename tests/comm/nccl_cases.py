@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar.comm import Comm, GroupComm, PeerError, group, group_channel, nccl
+from seqpar.comm import Comm, GroupComm, PeerError, base, group_channel, nccl
 from seqpar.comm.over_nccl import NcclSums
 from seqpar.comm.protocol import Sides
 from seqpar.testing import dense_attention
@@ -65,9 +65,9 @@ def on_one_gpu(comm: Comm) -> str:
 def under_capture(comm: Comm) -> tuple[str, bool]:
     """The error of an exchange over NCCL while a CUDA graph is captured, and whether the comm lives."""
     x, other = torch.zeros(2), 1 - comm.rank
-    said = "nothing was noticed"
+    said, as_on_a_gpu = "nothing was noticed", Sides({other: [x]}, {}, {torch.device("cuda")})
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-        with mock.patch.object(group, "checked_sides", lambda *sides: Sides({other: [x]}, {}, {torch.device("cuda")})):
+        with mock.patch.object(base, "checked_sides", lambda *sides, direct: as_on_a_gpu):
             comm._channel.carries = {"cuda"}
             try:
                 comm.exchange({other: [x]}, {}, tag=tag(0))

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.comm.arguments import PATIENCE
 from seqpar.comm.base import CommBase, WorkBase, process_group
-from seqpar.comm.entry import enters, uncompiled
 from seqpar.comm.local import LocalComm
 from seqpar.comm.peer.channel import PeerChannel
 from seqpar.comm.peer.cuda import Cuda
 from seqpar.comm.peer.memory import agreed
 from seqpar.comm.peer.pieces import PeerExchange
-from seqpar.comm.protocol import NO_FACTS, PeerError, Stats, Tag, Work, checked_sides, refuse_capture
+from seqpar.comm.protocol import Contribution, PeerError, Sides, Stats, Tag, Work, refuse_capture
 from seqpar.comm.shm import ShmComm
-
-T = TypeVar("T")
 
 
 class _PeerWork(WorkBase[PeerChannel]):
-    """`Work` of an exchange of this device's tensors."""
-
     def __init__(self, channel: PeerChannel, exchange: PeerExchange, stats: Stats) -> None:
         super().__init__(channel, exchange.tag, stats)
         self._exchange = exchange
@@ -50,9 +45,9 @@ class PeerComm(CommBase[PeerChannel]):
     seconds after which a wait fails. check: how often verbs compare their arguments over the ranks. signals: how
     streams signal, see `Cuda`.
 
-    A collective constructor. CPU tensors are sent over the hosts' comm. A sub shares its parent's `stats`, whose
-    `sent_to` counts by the parent's ranks. The pool lives until `close`, or until the process ends, since memory that
-    others map must not be freed.
+    A collective constructor. CPU tensors are sent over the hosts' comm, in exchanges without CUDA tensors. A sub shares
+    its parent's `stats`, whose `sent_to` counts by the parent's ranks. The pool lives until `close`, or until the
+    process ends, since memory that others map must not be freed.
 
     Raises: NotImplementedError, on every rank, if one rank's GPU cannot map another's memory, and where `Cuda` does;
     ValueError where `ShmComm` does.
@@ -118,41 +113,28 @@ class PeerComm(CommBase[PeerChannel]):
         view._control = self._control.sub(ranks)
         return view
 
-    @uncompiled
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
-        """Post one exchange: see `Comm.exchange`. All its tensors are on the comm's device, or all on the CPU.
+    def _admit(self, devices: Set[torch.device], tag: Tag) -> None:
+        cuda = self._channel.cuda
+        if not (devices <= {cuda.device} or devices == {torch.device("cpu")}):
+            raise ValueError(
+                f"exchange: tensors on {sorted(map(str, devices))}; expected all of them on {cuda.device}, the device "
+                f"of rank {self.rank}'s PeerComm, or all on the CPU"
+            )
+        if cuda.device in devices:
+            refuse_capture(tag, captured=cuda.capturing())
 
-        Raises: NotImplementedError while a graph is captured; otherwise as `Comm.exchange`.
-        """
+    def _post(self, sides: Sides, tag: Tag, stats: Stats) -> Work:
         channel = self._channel
-        sides = checked_sides(self.rank, self._ranks, sends, recvs, direct=True)
-        on_device = self._on_device(sides.devices)
-        channel.check()
-        if not on_device:
-            return self._control.exchange(sends, recvs, tag=tag)
-        refuse_capture(tag, captured=channel.cuda.capturing())
+        if channel.cuda.device not in sides.devices:
+            return self._control._post(sides, tag, stats)
         try:
             posted = channel.post(self._scope_id, tag, sides.sends, sides.recvs)
         except RuntimeError as error:
             if not isinstance(error, PeerError):
                 channel.fail(f"posting {tag}: {error}")
             raise
-        self.stats.count(sides.sends, sides.recvs)
-        self.stats.staged_bytes += posted.staged_bytes
-        return _PeerWork(channel, posted, self.stats)
-
-    def _on_device(self, devices: Set[torch.device]) -> bool:
-        own = self._channel.cuda.device
-        if devices <= {own}:
-            return bool(devices)
-        if devices == {torch.device("cpu")}:
-            return False
-        raise ValueError(
-            f"exchange: tensors on {sorted(map(str, devices))}; expected all of them on {own}, the device of rank "
-            f"{self.rank}'s PeerComm, or all on the CPU"
-        )
+        stats.staged_bytes += posted.staged_bytes
+        return _PeerWork(channel, posted, stats)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Memory of the pool, which peers write directly, while there is room; else ordinary memory, which they cannot.
@@ -169,28 +151,13 @@ class PeerComm(CommBase[PeerChannel]):
             block = channel.pool.take(tuple(shape), dtype, channel.cuda.current())
         return torch.empty(tuple(shape), dtype=dtype, device=device) if block is None else block
 
-    @enters
-    def agree(self, what: str, facts: Mapping[str, object], error: Exception | None = None) -> None:
-        """Compare the facts of all ranks: see `Comm.agree`."""
-        self._together(what, lambda: self._control.agree(what, facts, error))
-
-    @enters
-    def gather(
-        self, what: str, value: Any, error: Exception | None = None, *, facts: Mapping[str, object] = NO_FACTS,
-        hint: str = "",
-    ) -> list[Any]:  # fmt: skip
-        """Every rank's value: see `Comm.gather`."""
-        return self._together(what, lambda: self._control.gather(what, value, error, facts=facts, hint=hint))
-
-    def _together(self, what: str, over_hosts: Callable[[], T]) -> T:
-        """The result of a collective of the hosts' comm; exchanges that were posted go on meanwhile."""
-        channel = self._channel
-        channel.check(f"cannot agree on {what}")
+    def _met(self, form: str, what: str, own: Contribution, hint: str) -> list[bytes]:
+        """See `CommBase`: a collective of the hosts' comm; exchanges that were posted go on meanwhile."""
         try:
-            with channel.progressing():
-                return over_hosts()
+            with self._channel.progressing():
+                return self._control._met(form, what, own, hint)
         except PeerError:
-            channel.check(f"agreeing on {what}")
+            self._channel.check(f"agreeing on {what}")
             raise
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,10 @@ from torch import Tensor
 
 from seqpar import native
 from seqpar.comm.arguments import PATIENCE, check_arguments, check_descriptors, check_pool
-from seqpar.comm.base import CompletedWork, ProcessChannel, ProcessComm, WorkBase, process_group
-from seqpar.comm.entry import uncompiled
+from seqpar.comm.base import ProcessChannel, ProcessComm, WorkBase, process_group
 from seqpar.comm.failure import Owner, RootCause, held_up, parsed_cause, then
 from seqpar.comm.header import REMEMBERED, Header, describe, mismatch
-from seqpar.comm.protocol import Stats, Tag, Work, checked_sides
+from seqpar.comm.protocol import Sides, Stats, Tag, Work
 from seqpar.comm.rendezvous import Rendezvous, machine
 from seqpar.comm.shm.board import Board
 
@@ -351,32 +350,20 @@ class ShmComm(ProcessComm[ShmChannel]):
             pool_bytes = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), POOL_BYTES)
         self._join(ShmChannel(process_group("ShmComm", group), timeout, check, pool_bytes), (), Stats(), {}, check)
 
-    @uncompiled
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], recvs: Mapping[int, Sequence[Tensor]], *, tag: Tag
-    ) -> Work:
-        """Post one exchange: see `Comm.exchange`. A mismatch that it completes raises PeerError here."""
-        sends, recvs, devices = checked_sides(self.rank, self._ranks, sends, recvs, direct=True)
+    def _admit(self, devices: Set[torch.device], tag: Tag) -> None:
         if others := [device for device in devices if device.type != "cpu"]:
             raise ValueError(f"exchange: a tensor on {others[0]}; ShmComm moves CPU tensors: use GroupComm over nccl")
-        self._channel.check()
-        if not sends and not recvs:
-            return CompletedWork()
-        self.stats.count(sends, recvs)
-        return self._post(sends, recvs, tag, self.stats)
 
-    def _post(
-        self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag, stats: Stats
-    ) -> Work:
-        """Post messages; peers are the group's ranks."""
+    def _post(self, sides: Sides, tag: Tag, stats: Stats) -> Work:
+        """See `CommBase`. A mismatch that the exchange completes raises PeerError here."""
         self._channel.calls.append(tag)
         channel, progress, staged = self._channel, _MessagesLeft(tag), []
         targets = {}
-        for peer, tensors in recvs.items():
+        for peer, tensors in sides.recvs.items():
             targets[peer] = [t if channel.ops.shm_owns(channel.end, t) else self._stand_in(t, tag) for t in tensors]
             staged += [(t, own) for t, own in zip(tensors, targets[peer]) if own is not t]
         stats.staged_bytes += sum([x.nbytes for x, _ in staged])
-        channel.post(self._messages(sends, tag, progress), self._messages(targets, tag, progress))
+        channel.post(self._messages(sides.sends, tag, progress), self._messages(targets, tag, progress))
         return _ShmWork(channel, progress, staged, stats)
 
     def _messages(
@@ -398,9 +385,6 @@ class ShmComm(ProcessComm[ShmChannel]):
             )
             raise channel.error(f"in {describe(tag)}")
         return stand_in
-
-    def _post_control(self, sends: Mapping[int, list[Tensor]], recvs: Mapping[int, list[Tensor]], tag: Tag) -> Work:
-        return self._post(self._in_group(sends), self._in_group(recvs), tag, Stats())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, kept: bool = False) -> Tensor:
         """Uninitialised memory that peers write; ordinary memory for one rank, in a fork, or if the pool is full."""
