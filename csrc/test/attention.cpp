@@ -175,33 +175,35 @@ struct Results {
   std::vector<double> out, lse, delta, top, dq, dk, dv;
 };
 
-// By definition: a loop over the pairs that are seen.
+// By definition: a loop over the pairs that are seen. Real: of scores, probabilities and their gradients.
+template <class Real>
 Results reference(const Case& c, const Operands& x) {
   Results r;
   r.out.resize((size_t)(c.m * c.heads * c.v_dim)), r.lse.resize((size_t)(c.heads * c.m)), r.delta = r.top = r.lse;
   r.dq.resize((size_t)(c.m * c.heads * c.dim)), r.dk.resize((size_t)(c.n * c.kv_heads * c.dim));
   r.dv.resize((size_t)(c.n * c.kv_heads * c.v_dim));
-  std::vector<double> s((size_t)c.n), fall((size_t)c.n);
+  std::vector<Real> s((size_t)c.n), fall((size_t)c.n);
   for (int64_t h = 0; h < c.heads; ++h)
     for (int64_t i = 0; i < c.m; ++i) {
       int64_t g = h / (c.heads / c.kv_heads);
-      double top = -INFINITY, total = 0, delta = 0;
+      Real top = -INFINITY, total = 0, delta = 0;
       for (int64_t j = 0; j < c.n; ++j) {
         if (!c.sees(i, j)) continue;
-        double dot = 0;
-        for (int64_t d = 0; d < c.dim; ++d) dot += (double)x.q.get(i, h, d) * x.k.get(j, g, d);
+        Real dot = 0;
+        for (int64_t d = 0; d < c.dim; ++d) dot += (Real)x.q.get(i, h, d) * x.k.get(j, g, d);
         s[j] = dot * c.scale, fall[j] = 1;
         if (c.softcap != 0) {
-          double t = tanh(s[j] / c.softcap);
+          Real t = tanh(s[j] / c.softcap);
           s[j] = t * c.softcap, fall[j] = 1 - t * t;
         }
-        if (!c.slopes.empty()) s[j] -= c.slopes[h] * fabs((double)c.pos[i] - c.key_pos[j]);
+        if (!c.slopes.empty()) s[j] -= c.slopes[h] * (Real)abs(c.pos[i] - c.key_pos[j]);
         top = fmax(top, s[j]);
       }
       for (int64_t j = 0; j < c.n; ++j)
         if (c.sees(i, j)) total += exp(s[j] - top);
       r.top[h * c.m + i] = isnan(total) && top < INFINITY ? NAN : top;
-      double lse = r.lse[h * c.m + i] = total == 0 ? -INFINITY : top + log(total);
+      Real lse = total == 0 ? -INFINITY : top + log(total);
+      r.lse[h * c.m + i] = lse;
       double* out = &r.out[(i * c.heads + h) * c.v_dim];
       for (int64_t j = 0; j < c.n; ++j)
         for (int64_t d = 0; c.sees(i, j) && d < c.v_dim; ++d)
@@ -210,12 +212,12 @@ Results reference(const Case& c, const Operands& x) {
       r.delta[h * c.m + i] = total == 0 ? NAN : delta;
       for (int64_t j = 0; j < c.n; ++j) {
         if (!c.sees(i, j)) continue;
-        double p = exp(s[j] - lse), dp = 0, kept = c.factor(h, i, j);
+        Real p = exp(s[j] - lse), dp = 0, kept = c.factor(h, i, j);
         for (int64_t d = 0; d < c.v_dim; ++d) {
           dp += (double)x.dout.get(i, h, d) * x.v.get(j, g, d) * kept;
           r.dv[(j * c.kv_heads + g) * c.v_dim + d] += p * kept * x.dout.get(i, h, d);
         }
-        double ds = p * (dp - delta) * fall[j] * c.scale;
+        Real ds = p * (dp - delta) * fall[j] * c.scale;
         for (int64_t d = 0; d < c.dim; ++d) {
           r.dq[(i * c.heads + h) * c.dim + d] += ds * x.k.get(j, g, d);
           r.dk[(j * c.kv_heads + g) * c.dim + d] += ds * x.q.get(i, h, d);
@@ -367,7 +369,7 @@ void test_case(int number, int best, sp_parallel_for parallel_for) {
   Operands x(c);
   bool spoiled = number % 3 == 0 && number != kFar;
   if (spoiled) spoil(x);
-  Results want = reference(c, x);
+  Results want = reference<double>(c, x), rounded = reference<float>(c, x);
   // rows that see nothing may hold anything
   for (int64_t i = 0; i < c.m; ++i)
     for (int64_t h = 0; h < c.heads; ++h)
@@ -380,15 +382,19 @@ void test_case(int number, int best, sp_parallel_for parallel_for) {
     Tables tables(c.m, bm);
     Run run(c, x, want, isa, tables, bm, cut, number, serial);
     check(run.whole(), "wrote beyond a row", isa, number);
-    double limit = c.bf16 ? 1e-2 : 1e-5;
-    check(distance(values(run.out), want.out) < limit, "out", isa, number);
-    check(distance(values(run.lse), want.lse) < limit, "lse", isa, number);
+    // far positions have large scores: as much more as the definition itself is off in float
+    auto near = [&](const std::vector<double>& got, std::vector<double> Results::* member, double least = 1e-3) {
+      const double limit = c.bf16 ? 1e-2 : 1e-5, off = distance(rounded.*member, want.*member, least);
+      return distance(got, want.*member, least) < limit + 2 * off;
+    };
+    check(near(values(run.out), &Results::out), "out", isa, number);
+    check(near(values(run.lse), &Results::lse), "lse", isa, number);
     // relative to operands of about 1
-    if (c.scaled()) check(distance(values(run.top), want.top, 1.0) < limit, "top", isa, number);
+    if (c.scaled()) check(near(values(run.top), &Results::top, 1.0), "top", isa, number);
     // where every row sees one key, gradients are zero up to rounding, relative to operands of about 1
-    check(distance(values(run.dq, 0.25), want.dq, 0.1) < limit, "dq", isa, number);
-    check(distance(values(run.dk, 0.25), want.dk, 0.1) < limit, "dk", isa, number);
-    check(distance(values(run.dv, 0.25), want.dv, 0.1) < limit, "dv", isa, number);
+    check(near(values(run.dq, 0.25), &Results::dq, 0.1), "dq", isa, number);
+    check(near(values(run.dk, 0.25), &Results::dk, 0.1), "dk", isa, number);
+    check(near(values(run.dv, 0.25), &Results::dv, 0.1), "dv", isa, number);
     Operands same = x;
     Run other(c, same, want, isa, tables, bm, cut, number, parallel_for);
     if (!spoiled) check(values(run.out) == values(other.out), "threads change out", isa, number);
