@@ -84,5 +84,4 @@ def _tables(facts: StepFacts, bm: int, bn: int) -> list[Tensor]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor with a dense last dim."""
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()

@@ -27,7 +27,7 @@ from torch import Tensor
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, with_identity
 
 ROWS = 64  # of a chunk, at most
 LEAST = 16  # rows of a chunk, at least
@@ -184,17 +184,14 @@ class Chunked(Recomputed):
         return ChunkProducts(inside, q, leaving, u, w, total), tables
 
     def leave(self, prepared: tuple[ChunkProducts, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices are walked as further columns of the state, from the identity."""
         x, chunks = prepared[0], prepared[1].exported
         if chunks.numbers is not None:
             x = x._replace(**{name: y[chunks.numbers] for name, y in x._asdict().items() if y is not None})
-        runs, heads, dim = entering.shape[:3]
         if x.w is None:
             return _walk(x, chunks, entering).left, chunks.totals(x.total, entering)
-        eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
-        silent = x.u.new_zeros(*x.u.shape[:-1], dim)
-        both = x._replace(u=torch.cat([x.u, silent], -1))
-        left = _walk(both, chunks, torch.cat([entering, eye], -1)).left
+        columns, u = with_identity(entering, x.u)
+        left = _walk(x._replace(u=u), chunks, columns).left
+        dim = entering.shape[2]
         return left[..., :-dim], left[..., -dim:]
 
     def compute(self, prepared: tuple[ChunkProducts, Tables], entering: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.dispatch import no_cuda
 from seqpar.kernels.memory.upload import upload
-from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentKernel, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recomputed, Recurrence, RecurrentKernel, RecurrentSpec, with_identity
 from seqpar.kernels.recurrent.reference import TokenByToken
 from seqpar.kernels.vendor.library import LOW, outdated
 
@@ -99,14 +99,12 @@ class FlashLinear(Recomputed):
 
     def leave(self, prepared: tuple[Recurrence, FlaTables], entering: Tensor) -> tuple[Tensor, Tensor]:
         x, tables = prepared
-        runs, heads, dim, values = entering.shape
+        runs, heads, _, values = entering.shape
         k, v, decay, beta = (None if y is None else y.index_select(0, tables.rows) for y in x[1:5])
         assert k is not None and v is not None
         columns = entering
         if beta is not None:
-            eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
-            columns = torch.cat([entering, eye], -1)
-            v = torch.cat([v, v.new_zeros(*v.shape[:2], dim)], -1)
+            columns, v = with_identity(entering, v)
         # what q is does not matter: out is not read
         _, left = _call(Recurrence(k.detach(), k, v, decay, beta, 1.0), columns, tables.exported)
         if beta is not None:

@@ -20,7 +20,7 @@ from seqpar import native
 from seqpar.facts.intervals import edges
 from seqpar.facts.value import Ints
 from seqpar.kernels.native import ISAS
-from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec
+from seqpar.kernels.recurrent.protocol import Recurrence, RecurrentKernel, RecurrentSpec, with_identity
 
 CHUNK = 64  # SP_CHUNK of csrc/recurrent/recurrent.h
 
@@ -89,14 +89,11 @@ class NativeChunks(RecurrentKernel):
         return Recurrence(q, k, v, decay, beta, x.scale, x.rates), tables
 
     def leave(self, prepared: tuple[Recurrence, NativeTables], entering: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices are walked as further columns of the state, from the identity."""
         x, tables = prepared
         runs, heads, dim = entering.shape[:3]
         if x.beta is not None:
-            eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
-            silent = x.v.new_zeros(*x.v.shape[:2], dim)
-            wide = x._replace(v=torch.cat([x.v, silent], -1))
-            left = self._states(wide, tables.exported, torch.cat([entering, eye], -1), reads=False)[1]
+            columns, v = with_identity(entering, x.v)
+            left = self._states(x._replace(v=v), tables.exported, columns, reads=False)[1]
             return left[..., :-dim], left[..., -dim:]
         left = self._states(x, tables.exported, entering, reads=False)[1]
         if x.decay is None:

@@ -99,6 +99,13 @@ class RecurrentKernel(Protocol):
         """Results of `compute` for their gradients alone: they may hold any values. kept: may be empty."""
 
 
+def with_identity(entering: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """States [S | I] from those that enter [runs, H, K, V], and values [v | 0], of which a run leaves [S | M]."""
+    runs, heads, dim = entering.shape[:3]
+    eye = torch.eye(dim, dtype=entering.dtype, device=entering.device).expand(runs, heads, dim, dim)
+    return torch.cat([entering, eye], -1), torch.cat([values, values.new_zeros(*values.shape[:-1], dim)], -1)
+
+
 class Recomputed(RecurrentKernel):
     """A kernel that computes all calls, and whose backward computes everything again."""
 
