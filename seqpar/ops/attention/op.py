@@ -26,7 +26,7 @@ from seqpar.ops.attention.call import Call, PartTensors, Recipe, Views, prepare,
 from seqpar.ops.attention.rows import leading, near
 from seqpar.ops.attention.schedule import backward, forward, largest
 from seqpar.ops.attention.signature import Expansion, Options, Signature, check_tensors, signature_of
-from seqpar.ops.attention.source import resolved, values_of
+from seqpar.ops.attention.source import check_plan, resolved, values_of
 from seqpar.ops.core.agreement import abort_on_error, agreement, check_comm, gathering, remember
 from seqpar.ops.core.collective_op import CollectiveOp, Tensors, check_dense, layer_calls
 from seqpar.ops.core.device import current_device_of, no_autocast
@@ -81,7 +81,8 @@ def agreed_call(
     check_comm(verb, comm)
     with agreement(verb, comm) as agreed:
         check_dense(verb, tensors if expansion is None else (*tensors, *expansion))
-        check_tensors(q, k, v, sinks, slopes, expansion, plan, comm)
+        check_plan(verb, plan, comm)
+        check_tensors(q, k, v, sinks, slopes, expansion)
         signature = signature_of(q, k, v, sinks, slopes, options, grads, expansion)
         recipe = plan.known((comm.rank, signature)) or _first(plan, comm, signature)
         if (q.shape[0], k.shape[0]) != recipe.rows:

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.comm import Comm
 from seqpar.facts.value import Ints, integer
 from seqpar.kernels import CallSpec
 from seqpar.plan import Plan
@@ -218,13 +217,9 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, expansion: Expansion | None,
-    plan: Plan, comm: Comm,
-) -> None:  # fmt: skip
-    """Raise TypeError, ValueError or NotImplementedError for an invalid plan, or tensors that do not match it."""
-    if not isinstance(plan, Plan):
-        verb = "attention" if expansion is None else "latent_attention"
-        raise ValueError(f"{verb}: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, expansion: Expansion | None
+) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for tensors that cannot be computed with each other."""
     given = (q, k, v) if expansion is None else (q, k, v, expansion.w_k, expansion.w_v)
     for x in given:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype != q.dtype or x.device != q.device or x.is_meta:
@@ -245,10 +240,6 @@ def check_tensors(
         if x.stride(2) != 1 and x.shape[2] > 1 and x.numel():
             first = ", ".join(list(_named(q, k, v, expansion))[:3])
             raise ValueError(f"the last dimension of {first} must be dense (stride 1); call .contiguous()")
-    if plan.ranks != comm.size:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks, the comm has {comm.size}; make the plan for the comm's ranks"
-        )
 
 
 def _named(q: Tensor, k: Tensor, v: Tensor, expansion: Expansion | None) -> dict[str, Tensor]:

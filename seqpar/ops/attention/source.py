@@ -73,5 +73,5 @@ def plan_and_comm(what: str, values: Sequence[Any]) -> tuple[Plan, Comm]:
 def check_plan(what: str, plan: object, comm: Comm) -> None:
     """Raise ValueError unless a call got a plan for the comm's ranks."""
     if not isinstance(plan, Plan):
-        raise ValueError(f"{what}: plan must be a Plan or the handle of seqpar.bind(plan, comm), got {plan!r:.200}")
+        raise ValueError(f"{what}: expected a plan and a comm, or their handle alone, got {plan!r:.200} with a comm")
     check_ranks(plan, comm)

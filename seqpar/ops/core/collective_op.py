@@ -164,11 +164,7 @@ class CollectiveOp:
                     check_dense(self.name, tensors)
                 # no dispatcher takes them; `run` refuses them on all ranks
                 return self._unrecorded(tensors, values, *options, grads)[0]  # type: ignore[no-any-return]
-            named = handles(*values)
-            op = getattr(torch.ops.seqpar, self.name)
-            if self._tensors is None:
-                return op(list(tensors), named, *options, grads)[0]
-            return op(*tensors, named, *options, grads)[:-1]
+            return self.dispatch(tensors, handles(*values), *options, grads)[0]
         if forward_level() >= 0:
             last = values[-1]
             with errors_on_all_ranks(self.name, last.comm if isinstance(last, Record) else last):

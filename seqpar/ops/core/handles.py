@@ -99,13 +99,9 @@ def in_graph(*tensors: object) -> bool:
     if torch.compiler.is_compiling():
         return True
     modes = torch_private.get_current_dispatch_mode_stack() if torch_private.len_torch_dispatch_stack() else ()
-    if any(map(_wants_ops, modes)):
+    if any([mode.is_infra_mode() or type(mode).__module__ == "torch.utils.checkpoint" for mode in modes]):
         return True
     return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in tensors])
-
-
-def _wants_ops(mode: Any) -> bool:
-    return mode.is_infra_mode() or type(mode).__module__ == "torch.utils.checkpoint"
 
 
 def handles(*values: object) -> list[Tensor]:

@@ -99,8 +99,9 @@ def relayout(x: Tensor, comm: Comm, *, src: Layout, dst: Layout, rows: int | Non
         if not torch.compiler.is_compiling():
             check_comm("relayout", comm)
             _check_layouts(x, comm, src, dst)
+            rows = dst.tokens(comm.rank) if rows is None else rows
         if rows is None:
-            rows = _rows_of(comm, dst)
+            raise ValueError("relayout: a compiled model needs rows=dst.tokens(rank)")
     return RELAYOUT([x], [src, dst, comm], rows)[0]
 
 
@@ -120,12 +121,6 @@ def _facts_of(x: Tensor, src: Layout, dst: Layout, *, grad: bool) -> dict[str, o
 def facts_of_rows(x: Tensor, grad: bool) -> dict[str, object]:
     """What must be equal on all ranks of a tensor whose rows are exchanged."""
     return {"dtype": x.dtype, "device": x.device.type, "other dims": tuple(x.shape[1:]), "requires grad": grad}
-
-
-def _rows_of(comm: Comm, dst: Layout) -> int:
-    if torch.compiler.is_compiling():
-        raise ValueError("relayout: a compiled model needs rows=dst.tokens(rank)")
-    return dst.tokens(comm.rank)
 
 
 def _check_layouts(x: Tensor, comm: Comm, src: Layout, dst: Layout) -> None:
@@ -324,15 +319,12 @@ def way_back(tensors: Sequence[Tensor], _: object, needed: Sequence[int]) -> tup
     return RELAYOUT, (tensors[0].shape[0],)
 
 
-def _fake_relayout(xs: Sequence[Tensor], _: object, rows: int, grads: Sequence[bool]) -> list[Tensor]:
+def _fake(xs: Sequence[Tensor], handles: Sequence[Tensor], *options: Any) -> list[Tensor]:
+    *_, rows, _ = options
     return [x.new_empty(rows, *x.shape[1:]) for x in xs]
 
 
-def _fake_unshard(xs: Sequence[Tensor], _: object, side: str, dim: int, rows: int, grads: Any) -> list[Tensor]:
-    return _fake_relayout(xs, _, rows, grads)
-
-
-RELAYOUT = CollectiveOp("relayout", _relayout, _fake_relayout, options="SymInt rows", adjoint=way_back, checks=False)
+RELAYOUT = CollectiveOp("relayout", _relayout, _fake, options="SymInt rows", adjoint=way_back, checks=False)
 UNSHARD = CollectiveOp(
-    "unshard", _unshard, _fake_unshard, options="str side, int dim, SymInt rows", adjoint=way_back, checks=False
+    "unshard", _unshard, _fake, options="str side, int dim, SymInt rows", adjoint=way_back, checks=False
 )

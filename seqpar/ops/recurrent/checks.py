@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -44,23 +44,13 @@ def check_inputs(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
             f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
     shapes = {
-        "decay": (decay, ([rows, heads], [rows, heads, dim])),
-        "beta": (beta, ([rows, heads],)),
-        "initial_state": (initial, ([len(plan.mask.lengths), heads, dim, values],)),
-    }
-    for title, (x, fitting) in shapes.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or list(x.shape) not in fitting or x.dtype not in DTYPES or x.device != v.device:
-            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
-            expected = " or ".join(map(str, fitting))
-            raise ValueError(f"{name}: {title} must be floating {expected} on {v.device}, got {got!s:.200}")
+        "decay": (decay, [rows, heads], [rows, heads, dim]), "beta": (beta, [rows, heads]),
+        "initial_state": (initial, [len(plan.mask.lengths), heads, dim, values]),
+    }  # fmt: skip
+    _check_shapes(name, {title: given for title, given in shapes.items() if given[0] is not None}, v.device)
     _check_recurrence(name, plan)
-    if decay is not None and _looks_at(decay, plan, comm):
-        own = decay.detach()[: plan.layout.tokens(comm.rank)]  # pads hold anything
-        if own.numel() and (largest := float(own.max())) > 0:
-            raise ValueError(f"{name}: decay holds logarithms at or below 0, got {largest}; give log(factor)")
-        plan.memo((LOOKED, comm.rank), lambda: True)
+    if decay is not None:
+        _check_decays(name, decay, None, plan, comm)
 
 
 def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
@@ -76,28 +66,35 @@ def check_channels(tensors: Sequence[Any], plan: Plan, comm: Comm) -> None:
         "decay": (decay, [rows, channels]), "rates": (rates, [channels, dims]), "keys": (keys, [rows, dims]),
         "queries": (queries, [rows, dims]), "initial_state": (initial, [len(plan.mask.lengths), channels, dims]),
     }  # fmt: skip
-    for title, (x, expected) in shapes.items():
-        if x is None and title != "decay":
-            continue
-        if not isinstance(x, Tensor) or list(x.shape) != expected or x.dtype not in DTYPES or x.device != update.device:
-            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
-            raise ValueError(f"{name}: {title} must be floating {expected} on {update.device}, got {got!s:.200}")
+    given = {title: x for title, x in shapes.items() if x[0] is not None or title == "decay"}
+    _check_shapes(name, given, update.device)
     _check_recurrence(name, plan)
-    own = decay[: plan.layout.tokens(comm.rank)]  # pads hold anything
-    some = own.numel() and (rates is None or rates.numel())
-    if some and _looks_at(decay, plan, comm):
-        ends = [own.new_ones(())] if rates is None else torch.aminmax(rates, dim=1)
-        worst = max(float((d * r).max()) for d in torch.aminmax(own, dim=0) for r in ends)
-        if worst > 0:
-            raise ValueError(
-                f"{name}: decay, times rates, holds logarithms at or below 0, got {worst}; give log(factor)"
-            )
-        plan.memo((LOOKED, comm.rank), lambda: True)
+    _check_decays(name, decay, rates, plan, comm)
 
 
-def _looks_at(decay: Tensor, plan: Plan, comm: Comm) -> bool:
-    """Whether to read decays: on the CPU, those of a plan's first layer, or of all if every call is compared."""
-    return decay.is_cpu and (comm.check_every == "call" or plan.known((LOOKED, comm.rank)) is None)
+def _check_shapes(name: str, given: Mapping[str, Sequence[Any]], device: torch.device) -> None:
+    """Raise ValueError for tensors that have none of the shapes after them, or are not floating on the device."""
+    for title, (x, *fitting) in given.items():
+        if not isinstance(x, Tensor) or list(x.shape) not in fitting or x.dtype not in DTYPES or x.device != device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+            expected = " or ".join(map(str, fitting))
+            raise ValueError(f"{name}: {title} must be floating {expected} on {device}, got {got!s:.200}")
+
+
+def _check_decays(name: str, decay: Tensor, rates: Tensor | None, plan: Plan, comm: Comm) -> None:
+    """Raise ValueError for decays above 0: on the CPU, of a plan's first layer, or of all if every call is compared."""
+    own = decay.detach()[: plan.layout.tokens(comm.rank)]  # pads hold anything
+    looks = decay.is_cpu and (comm.check_every == "call" or plan.known((LOOKED, comm.rank)) is None)
+    if not (looks and own.numel() and (rates is None or rates.numel())):
+        return
+    if rates is None:
+        largest = float(own.max())
+    else:
+        largest = max(float((d * r).max()) for d in torch.aminmax(own, dim=0) for r in torch.aminmax(rates, dim=1))
+    if largest > 0:
+        times = ", times rates," if name == "channel_scan" else ""
+        raise ValueError(f"{name}: decay{times} holds logarithms at or below 0, got {largest}; give log(factor)")
+    plan.memo((LOOKED, comm.rank), lambda: True)
 
 
 def checked_scale(scale: Any, dim: int) -> float:

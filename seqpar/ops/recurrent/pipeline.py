@@ -94,7 +94,7 @@ class StatePipeline(Memo):
             level, following = levels.get(depth), levels.get(depth + 1)
             if level is not None:
                 finish = begin(level, block)
-                posted.pop((depth - 1, block), _nothing)()
+                posted.pop((depth - 1, block), lambda: None)()
                 finish()
             sends, recvs = (
                 {peer: [[rows_of(x[block], at.rows(rows))]] for peer, rows in side.items()}
@@ -148,10 +148,6 @@ def _equal(one: Rows, other: Rows) -> bool:
     if isinstance(one, slice) or isinstance(other, slice):
         return isinstance(one, slice) and isinstance(other, slice) and one == other
     return np.array_equal(one, other)
-
-
-def _nothing() -> None:
-    """Nothing to wait for."""
 
 
 def _levels(depth: Ints, to: Ints, source: Ints, side: LocalRuns) -> dict[int, Level]:

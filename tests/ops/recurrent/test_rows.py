@@ -242,7 +242,7 @@ def planless(comm: Comm, plan: Plan) -> str:
 
 def test_a_rank_without_a_plan_is_an_error_on_all() -> None:
     errors = run_threads(2, planless, plan_of("contiguous", (14,), 2))
-    assert all("plan must be a Plan or the handle of seqpar.bind(plan, comm), got None" in error for error in errors)
+    assert all("expected a plan and a comm, or their handle alone, got None with a comm" in error for error in errors)
 
 
 def reaches(comm: Comm, plan: Plan, verb: str, value: object) -> str:
