@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -175,12 +176,9 @@ def _names(rungs: Sequence[str] | None, training: Training) -> list[str]:
 def _machines(shape: ModelShape, hardware: Hardware, training: Training, ranks: int) -> Iterator[Machine]:
     """The machines of fewer ranks, all divisors that can share the state as asked."""
     for fewer in (n for n in range(1, ranks + 1) if not ranks % n):
-        if fewer < ranks:
-            try:
-                training.over(fewer)
-            except ValueError:
-                continue
-        yield Machine(shape, hardware, training, fewer)
+        with suppress(ValueError):
+            training.over(fewer)
+            yield Machine(shape, hardware, training, fewer)
 
 
 def _rung(batch: Batch, at: Machine, name: str) -> LadderRow:

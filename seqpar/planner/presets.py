@@ -30,74 +30,19 @@ def _gpt(hidden: int, layers: int, heads: int) -> Fields:
     return _sizes(hidden, layers, heads, heads, 128, 4 * hidden, 50_257, gated=False, tied=True)
 
 
-def _deepseek_v3() -> Fields:
-    experts: Fields = {
-        "experts": 256,
-        "active_experts": 8,
-        "shared_experts": 1,
-        "expert_ffn": 2048,
-        "dense_layers": 3,
-    }
-    ranks: Fields = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128, "latents": True}
-    return _sizes(7168, 61, 128, 128, 192, 18_432, 129_280, **experts, **ranks)
+def _experts(experts: int, active: int, shared: int, ffn: int, *, dense: int = 0) -> Fields:
+    return {
+        "experts": experts, "active_experts": active, "shared_experts": shared, "expert_ffn": ffn,
+        "dense_layers": dense,
+    }  # fmt: skip
 
 
-def _deepseek_v2_lite() -> Fields:
-    """DeepSeek-AI 2024, DeepSeek-V2, appendix B.1."""
-    experts: Fields = {"experts": 64, "active_experts": 6, "shared_experts": 2, "expert_ffn": 1408, "dense_layers": 1}
-    ranks: Fields = {"kv_rank": 512, "rope_dim": 64, "v_dim": 128, "latents": True}
-    return _sizes(2048, 27, 16, 16, 192, 10_944, 102_400, **experts, **ranks)
+def _latents(v_dim: int, q_rank: int | None = None) -> Fields:
+    return {"q_rank": q_rank, "kv_rank": 512, "rope_dim": 64, "v_dim": v_dim, "latents": True}
 
 
-def _glm4_flash() -> Fields:
-    """The sizes that transformers' Glm4MoeLiteConfig has by default, which are those of GLM-4.7-Flash."""
-    experts: Fields = {"experts": 64, "active_experts": 4, "shared_experts": 1, "expert_ffn": 1536, "dense_layers": 1}
-    ranks: Fields = {"q_rank": 768, "kv_rank": 512, "rope_dim": 64, "v_dim": 256, "latents": True}
-    return _sizes(2048, 47, 20, 20, 256, 10_240, 154_880, **experts, **ranks)
-
-
-def _qwen3_next() -> Fields:
-    """The sizes that transformers' Qwen3NextConfig has by default: three layers of four have the gated delta rule."""
-    layer = RecurrentLayer.gated_delta(2048, heads=32, groups=16, key_dim=128, value_dim=128, taps=4)
-    experts: Fields = {"experts": 512, "active_experts": 10, "shared_experts": 1, "expert_ffn": 512}
-    kinds: Fields = {"recurrent": layer, "recurrent_layers": 36, "output_gate": True, "qk_norm": True}
-    return _sizes(2048, 48, 16, 2, 256, 0, 151_936, **experts, **kinds)
-
-
-def _kimi_linear() -> Fields:
-    """The sizes that transformers' KimiLinearConfig has by default, and the checkpoint's 7 layers of attention."""
-    layer = RecurrentLayer.kimi_delta(2304, heads=32, dim=128, taps=4)
-    experts: Fields = {
-        "experts": 256,
-        "active_experts": 8,
-        "shared_experts": 1,
-        "expert_ffn": 1024,
-        "dense_layers": 1,
-    }
-    kinds: Fields = {
-        "recurrent": layer,
-        "recurrent_layers": 20,
-        "kv_rank": 512,
-        "rope_dim": 64,
-        "v_dim": 128,
-        "latents": True,
-    }
-    return _sizes(2304, 27, 32, 32, 192, 9216, 163_840, **experts, **kinds)
-
-
-def _nemotron_h() -> Fields:
-    """NVIDIA 2025, Nemotron-H, table 1: of 52 layers 24 are Mamba-2, 24 an ffn and 4 attention."""
-    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=8, state=128, taps=4)
-    kinds: Fields = {"recurrent": layer, "recurrent_layers": 24, "attention_layers": 4, "ffn_layers": 24}
-    return _sizes(4096, 52, 32, 8, 128, 21_504, 131_072, gated=False, **kinds)
-
-
-def _granite4() -> Fields:
-    """The model card of IBM's Granite 4.0 H Small (2025): 4 attention layers of 40, 72 experts and shared ones."""
-    layer = RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=1, state=128, taps=4)
-    experts: Fields = {"experts": 72, "active_experts": 10, "shared_experts": 2, "expert_ffn": 768}
-    kinds: Fields = {"recurrent": layer, "recurrent_layers": 36, "tied": True}
-    return _sizes(4096, 40, 32, 8, 128, 0, 100_352, **experts, **kinds)
+def _recurrent(layer: RecurrentLayer, layers: int) -> Fields:
+    return {"recurrent": layer, "recurrent_layers": layers}
 
 
 PRESETS: dict[str, Fields] = {
@@ -113,13 +58,33 @@ PRESETS: dict[str, Fields] = {
     "gemma3-27b": _sizes(
         5376, 62, 32, 16, 128, 21_504, 262_208, windows=(1023,) * 5 + (None,), tied=True, qk_norm=True
     ),
-    "deepseek-v3": _deepseek_v3(),
-    "deepseek-v2-lite": _deepseek_v2_lite(),
-    "glm-4.7-flash": _glm4_flash(),
-    "qwen3-next-80b-a3b": _qwen3_next(),
-    "kimi-linear-48b-a3b": _kimi_linear(),
-    "nemotron-h-8b": _nemotron_h(),
-    "granite-4.0-h-small": _granite4(),
+    "deepseek-v3": _sizes(7168, 61, 128, 128, 192, 18_432, 129_280)
+    | _experts(256, 8, 1, 2048, dense=3)
+    | _latents(128, q_rank=1536),
+    # DeepSeek-AI 2024, DeepSeek-V2, appendix B.1
+    "deepseek-v2-lite": _sizes(2048, 27, 16, 16, 192, 10_944, 102_400)
+    | _experts(64, 6, 2, 1408, dense=1)
+    | _latents(128),
+    # what transformers' Glm4MoeLiteConfig has by default, which is GLM-4.7-Flash
+    "glm-4.7-flash": _sizes(2048, 47, 20, 20, 256, 10_240, 154_880)
+    | _experts(64, 4, 1, 1536, dense=1)
+    | _latents(256, q_rank=768),
+    # what transformers' Qwen3NextConfig has by default: three layers of four have the gated delta rule
+    "qwen3-next-80b-a3b": _sizes(2048, 48, 16, 2, 256, 0, 151_936, output_gate=True, qk_norm=True)
+    | _experts(512, 10, 1, 512)
+    | _recurrent(RecurrentLayer.gated_delta(2048, heads=32, groups=16, key_dim=128, value_dim=128, taps=4), 36),
+    # what transformers' KimiLinearConfig has by default, and the checkpoint's 7 layers of attention
+    "kimi-linear-48b-a3b": _sizes(2304, 27, 32, 32, 192, 9216, 163_840)
+    | _experts(256, 8, 1, 1024, dense=1)
+    | _latents(128)
+    | _recurrent(RecurrentLayer.kimi_delta(2304, heads=32, dim=128, taps=4), 20),
+    # NVIDIA 2025, Nemotron-H, table 1: of 52 layers 24 are Mamba-2, 24 an ffn and 4 attention
+    "nemotron-h-8b": _sizes(4096, 52, 32, 8, 128, 21_504, 131_072, gated=False, attention_layers=4, ffn_layers=24)
+    | _recurrent(RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=8, state=128, taps=4), 24),
+    # the model card of IBM's Granite 4.0 H Small (2025): 4 attention layers of 40, 72 experts and shared ones
+    "granite-4.0-h-small": _sizes(4096, 40, 32, 8, 128, 0, 100_352, tied=True)
+    | _experts(72, 10, 2, 768)
+    | _recurrent(RecurrentLayer.mamba2(4096, heads=128, head_dim=64, groups=1, state=128, taps=4), 36),
     "gpt-7b": _gpt(4096, 32, 32),
     "gpt-13b": _gpt(5120, 40, 40),
     "gpt-30b": _gpt(6656, 60, 52),
