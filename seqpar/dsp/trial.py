@@ -156,7 +156,8 @@ class Trial:
         """An argument, in new memory if it has rows, and with other values if its own would hide what a stage does."""
         if name not in self.block.stream:
             if is_plain(x) and bool((x.detach().abs() <= NEAR_ZERO).all()):
-                return _filled(x)
+                values = torch.linspace(0.1, 1.0, x.numel(), device=x.device, dtype=torch.float32)
+                return values.view(x.shape).to(x.dtype)
             return x.detach().clone() if name in self.forms else x
         x, dims = x.detach().clone(), [dim for dim in self.dims if dim in form_of(self.forms[name]).names]
         still = any(all(torch.equal(x, self._changed(x, name, dim, way)) for way in (EVEN, ODD)) for dim in dims)
@@ -249,11 +250,6 @@ def _copied(module: nn.Module) -> Iterator[None]:
     finally:
         for part, buffers in own:
             part._buffers.update(buffers)
-
-
-def _filled(x: Tensor) -> Tensor:
-    values = torch.linspace(0.1, 1.0, x.numel(), device=x.device, dtype=torch.float32)
-    return values.view(x.shape).to(x.dtype)
 
 
 def _varied(x: Tensor) -> Tensor:
