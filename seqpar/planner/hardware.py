@@ -334,38 +334,38 @@ _FLASH3 = _Rates(
 _TRITON_ON_H100 = _TRITON._replace(assumed=f"Triton's rates, copied from an H200; {_HOP}")
 
 
-def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80 * _GB, note: str = "") -> Hardware:
-    attention = f"attention at head dim 128 at the rates of {rates.source}"
+def _gpu(
+    name: str, source: str, rates: _Rates, *, fastest: float, inside: Link, across: float, memory: int
+) -> Hardware:
+    """A node of GPUs. fastest: operations per second of the fastest bf16 product. memory: GB of a GPU."""
     return Hardware(
         name=name,
-        source="; ".join([attention, _MATMUL_SOURCE, _NVLINK4_SOURCE, _NDR_SOURCE + note]),
+        source=source,
         kernel=rates.kernel,
         assumed=rates.assumed,
         attention=AttentionCost(rate=rates.forward, backward_rate=rates.backward, **rates.rows),
-        linear_rate=_OF_FASTEST * 792.1e12,
-        inside=_NVLINK4,
-        across=Link(latency=_NVLINK4.latency, bandwidth=across),
-        memory=memory - _GAP,
+        linear_rate=_OF_FASTEST * fastest,
+        inside=inside,
+        across=Link(latency=inside.latency, bandwidth=across),
+        memory=memory * _GB - _GAP,
     )
+
+
+def _hopper(name: str, rates: _Rates, *, across: float = 47e9, memory: int = 80, note: str = "") -> Hardware:
+    attention = f"attention at head dim 128 at the rates of {rates.source}"
+    source = "; ".join([attention, _MATMUL_SOURCE, _NVLINK4_SOURCE, _NDR_SOURCE + note])
+    return _gpu(name, source, rates, fastest=792.1e12, inside=_NVLINK4, across=across, memory=memory)
 
 
 def _a100() -> Hardware:
-    return Hardware(
-        name="a100",
-        source=(
-            "80 GB; attention from DistCA's profile of FlashAttention-2 on an A100 at 128k tokens (attn.csv: 32 heads "
-            f"of 128, 634.5 ms forward and 1764.4 backward); {_ROWS_SOURCE}; {_MATMUL_SOURCE}; NVLink from its "
-            "all-to-all on 4 A100 (alltoall.csv); 200 Gb/s InfiniBand at 24 GB/s (nccl-tests#119), its latency as "
-            "inside a node"
-        ),
-        kernel="triton",
-        assumed=f"Triton's rates, replaced by FlashAttention-2's; {_HOP}",
-        attention=AttentionCost(rate=221.8e12, backward_rate=199.4e12, **_FA2_ROWS),
-        linear_rate=_OF_FASTEST * 267.9e12,
-        inside=_NVLINK3,
-        across=Link(latency=40e-6, bandwidth=24e9),
-        memory=80 * _GB - _GAP,
+    source = (
+        "80 GB; attention from DistCA's profile of FlashAttention-2 on an A100 at 128k tokens (attn.csv: 32 heads of "
+        f"128, 634.5 ms forward and 1764.4 backward); {_ROWS_SOURCE}; {_MATMUL_SOURCE}; NVLink from its all-to-all on "
+        "4 A100 (alltoall.csv); 200 Gb/s InfiniBand at 24 GB/s (nccl-tests#119), its latency as inside a node"
     )
+    assumed = f"Triton's rates, replaced by FlashAttention-2's; {_HOP}"
+    rates = _Rates("triton", 221.8e12, 199.4e12, _FA2_ROWS, "FlashAttention-2", assumed)
+    return _gpu("a100", source, rates, fastest=267.9e12, inside=_NVLINK3, across=24e9, memory=80)
 
 
 def _a100_flexsp() -> Hardware:
@@ -391,21 +391,14 @@ def _a100_flexsp() -> Hardware:
 
 
 def _b200() -> Hardware:
-    return Hardware(
-        name="b200",
-        source=(
-            "attention at the best rates in MagiAttention's benchmark on B200, causal, head dim 128, transfers "
-            f"included (1286 forward on 8 GPUs, 1067 backward on 64); {_ROWS_SOURCE}; {_MATMUL_SOURCE} (1745 TFLOP/s); "
-            f"NVLink from DeepEP's dispatch on 8 GPUs (726 GB/s, 1/8 of it local), latency of an H100's; {_NDR_SOURCE}"
-        ),
-        kernel="triton",
-        assumed=f"Triton's rates, replaced by the higher ones of MagiAttention's kernel; {_HOP}",
-        attention=AttentionCost(rate=1286e12, backward_rate=1067e12, **_FA2_ROWS),
-        linear_rate=_OF_FASTEST * 1745e12,
-        inside=_NVLINK5,
-        across=Link(latency=_NVLINK4.latency, bandwidth=47e9),
-        memory=180 * _GB - _GAP,
+    source = (
+        "attention at the best rates in MagiAttention's benchmark on B200, causal, head dim 128, transfers included "
+        f"(1286 forward on 8 GPUs, 1067 backward on 64); {_ROWS_SOURCE}; {_MATMUL_SOURCE} (1745 TFLOP/s); NVLink from "
+        f"DeepEP's dispatch on 8 GPUs (726 GB/s, 1/8 of it local), latency of an H100's; {_NDR_SOURCE}"
     )
+    assumed = f"Triton's rates, replaced by the higher ones of MagiAttention's kernel; {_HOP}"
+    rates = _Rates("triton", 1286e12, 1067e12, _FA2_ROWS, "MagiAttention", assumed)
+    return _gpu("b200", source, rates, fastest=1745e12, inside=_NVLINK5, across=47e9, memory=180)
 
 
 def _cpu() -> Hardware:
@@ -438,8 +431,8 @@ PRESETS: dict[str, Callable[[], Hardware]] = {
         "h100-100g", _TRITON_ON_H100, across=47e9 / 4, note="; a quarter of that for 100 Gb/s"
     ),
     "h100-fast": lambda: _hopper("h100-fast", _FLASH3),
-    "h200": lambda: _hopper("h200", _TRITON, memory=141 * _GB, note=_H200),
-    "h200-fast": lambda: _hopper("h200-fast", _FLASH3, memory=141 * _GB, note=_H200),
+    "h200": lambda: _hopper("h200", _TRITON, memory=141, note=_H200),
+    "h200-fast": lambda: _hopper("h200-fast", _FLASH3, memory=141, note=_H200),
     "a100": _a100,
     "a100-flexsp": _a100_flexsp,
     "b200": _b200,
