@@ -92,7 +92,7 @@ ORDER = {
     """,
     "ops": """
         core core/precompute core/compared core/agreement core/regions
-        core/device core/handles core/collective_op
+        core/device core/handles core/collective_op core/alike
         move move/pack
         attention attention/signature attention/source attention/rows attention/call
         attention/keys attention/grads
@@ -108,7 +108,7 @@ ORDER = {
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
     "trial": """
-        randomness weights protect identity nested segments rows readings record compare blocks runs modules alone
+        randomness weights protect nested segments rows readings identity record compare blocks runs modules alone
         __init__
     """,
     "integrations": """

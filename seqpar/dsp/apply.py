@@ -17,7 +17,7 @@ from seqpar.comm.entry import uncompiled
 from seqpar.dsp.agreed import ForwardChecks, SeenModel
 from seqpar.dsp.checks import NoDraws, check_block, check_modules, kept, matches, noting_changes
 from seqpar.dsp.grid import Grid
-from seqpar.dsp.moves import GRADS, follows_alike
+from seqpar.dsp.moves import GRADS
 from seqpar.dsp.plan import StagePlan, plan_stages
 from seqpar.dsp.runner import Arguments, ForwardState, StageRun, by_name, run_stage, some_rank_skips
 from seqpar.dsp.space import Sharding, Space
@@ -29,13 +29,16 @@ from seqpar.foreign import name_of
 from seqpar.foreign.hooks import CACHING, check_hooks, with_cache
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, refuse_unready, replaced
 from seqpar.ops.core.agreement import agreement, errors_on_all_ranks
-from seqpar.ops.core.collective_op import refuse_batches
-from seqpar.ops.core.compared import check_gradient, hashed, leaves
+from seqpar.ops.core.alike import refusing_shares, whole_output
+from seqpar.ops.core.compared import hashed
 from seqpar.ops.core.handles import in_graph
 from seqpar.ops.core.regions import known_regions
 from seqpar.private.torch import backward_pass, tree_map_only
 
 MakeStagePlan = Callable[..., StagePlan]
+SUMMED = (
+    'as in a rollout; give that model grad="sum", and divide by the number of ranks what a loss takes from its output'
+)
 SEEN = "_seqpar_dsp"  # the attribute with this file's notes, on a model and on the memory of stages' inputs
 
 
@@ -158,7 +161,7 @@ class Parallelized(ParallelModel):
         if sizes not in seen.sizes:
             state.draws = NoDraws(lambda: state.sharded, self.comm)
             state.kept = {x.grad_fn for _, x in kept(model)}
-        arguments = self._refusing_shares(arguments)
+        arguments = refusing_shares(arguments, self.comm, "dsp", self.spec.model, SUMMED)
         try:
             with state.draws or nullcontext():
                 out = forward(**arguments)
@@ -202,30 +205,12 @@ class Parallelized(ParallelModel):
         """The outputs of a stage or of the exit. After the last one they are whole, and gradients enter here."""
         if not last or self.grad == "sum":
             return out
-        compared = self.comm if self.check_inputs and self.comm.size > 1 else None
-        return tree_map_only(Tensor, lambda x: _Whole.apply(x, compared, self.average_over, self.spec.model), out)
-
-    def _refusing_shares(self, arguments: Arguments) -> Arguments:
-        """The arguments. Gradients are shares: one raises in backward if a model that needs the whole would get it."""
-
-        def refusing(x: Tensor) -> Tensor:
-            if not follows_alike(x):
-                return x
-            x = x.view_as(x)
-            x.register_hook(self._refuse_share)
-            return x
-
-        alone = self.comm.size == 1 or not torch.is_grad_enabled()
-        if alone or not any(isinstance(x, Tensor) and follows_alike(x) for _, x in leaves(arguments)):
-            return arguments
-        return tree_map_only(Tensor, refusing, arguments)  # type: ignore[no-any-return]
-
-    def _refuse_share(self, _: Tensor) -> None:
-        raise NotImplementedError(
-            f"dsp: each rank has a share of the gradient of the input of {self.spec.model}, and the model that "
-            "computed that input needs the whole gradient, as in a rollout; give that model "
-            'grad="sum", and divide by the number of ranks what a loss takes from its output'
-        )
+        whole = partial(
+            whole_output, comm=self.comm, what="dsp", model=self.spec.model, factor=self.average_over,
+            compared=self.check_inputs and self.comm.size > 1,
+            more=', or give grad="sum" for a loss that is the sum of what ranks compute',
+        )  # fmt: skip
+        return tree_map_only(Tensor, whole, out)
 
     def _to_try(self, state: ForwardState, name: str, block: Block, grid: Grid, inside: Sharding) -> dict[str, str]:
         """The dimensions of a stage that no forward has tried on as many rows, each with ""."""
@@ -361,23 +346,6 @@ class Parallelized(ParallelModel):
                 call.facts = {"grid": (plan.costs.core, plan.costs.held), "choices": choices, "end": plan.end}
             self.plans[shape] = plan
         return shape, self.plans[shape]
-
-
-class _Whole(torch.autograd.Function):
-    """An output that every rank has whole. Its gradient is compared, and multiplied for the model before."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm | None, times: int, model: str) -> Tensor:
-        ctx.comm, ctx.times, ctx.model = comm, times, model
-        return x.detach()  # no view, so that it may be changed in place and its gradients still enter here
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.comm is not None:
-            refuse_batches(f"the output of a parallel {ctx.model}", [dy])
-            more = ', or give grad="sum" for a loss that is the sum of what ranks compute'
-            check_gradient("dsp", ctx.comm, dy, of=f" of {ctx.model}", more=more)
-        return dy * ctx.times if ctx.times > 1 else dy, None, None, None
 
 
 @dataclass

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import Comm
-from seqpar.dsp.moves import nodes_behind
 from seqpar.dsp.spec import Block, Spec
 from seqpar.ops.core.agreement import errors_on_all_ranks
+from seqpar.ops.core.alike import nodes_behind
 from seqpar.ops.core.compared import leaves, version_of
 from seqpar.private import torch as torch_private
 from seqpar.private.diffusers import HOOKS

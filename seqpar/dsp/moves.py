@@ -18,7 +18,7 @@ Source: Zhao et al. 2024 (DSP, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -152,22 +152,6 @@ def share_of(x: Tensor, space: Space, form: str, sharded: Sharding, what: str = 
 def count_once(x: Tensor, comm: Comm) -> Tensor:
     """x, computed equally on all ranks, counted once: only rank 0's gradient is passed on. Local."""
     return x if comm.size == 1 else _CountOnce.apply(x, comm.rank)
-
-
-def follows_alike(x: Tensor) -> bool:
-    """Whether x depends on a result that all ranks use identically, whose gradient each of them must have whole."""
-    return any(getattr(node, "seqpar_alike", False) for node in nodes_behind([x.grad_fn]))
-
-
-def nodes_behind(some: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
-    """All nodes of autograd's on which some depend, and these; neither `ends` nor what only they depend on."""
-    waiting, seen = [*some], {None, *ends}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions]
 
 
 class _SwitchRecipe(NamedTuple):

@@ -149,9 +149,6 @@ def _under_plan(sharing: Sharing, attended: Attended, call: AttentionCall, seen:
     samples, known = len(q), None if seen is None or seen.all() else seen.tobytes()
     plan = sharing.plan(samples, *attended[:2], known, call.is_causal)
     q, k, v = (dense(x.transpose(1, 2).flatten(0, 1)) for x in (q, k, v))
-    numerics = sharing.numerics
-    out = attention(
-        q, k, v, plan, sharing.comm, scale=call.scale, accuracy=numerics.accuracy, deterministic=numerics.deterministic
-    )
+    out = attention(q, k, v, plan, sharing.comm, scale=call.scale, **sharing.numerics._asdict())
     out = out.unflatten(0, (samples, -1)).transpose(1, 2)
     return out[0] if single else out

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,95 +11,41 @@ from torch import Tensor, nn
 
 from seqpar.comm.entry import uncompiled
 from seqpar.foreign import name_of
-from seqpar.foreign.hooks import Named
 from seqpar.integrations.diffusers.forward import BlockCall, OtherValues, SharedForward, current
 from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole_shape
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import known_regions
-from seqpar.private.torch import HOOKS, TENSORS, tree_flatten, tree_unflatten
+from seqpar.private.torch import tree_flatten, tree_unflatten
 from seqpar.trial.blocks import Draws, Finding, find
-from seqpar.trial.identity import code_of, own_forward
+from seqpar.trial.identity import said_of
 from seqpar.trial.readings import GivenRows
 from seqpar.trial.segments import held
-
-PLAIN = {bool, int, float, str, type(None)}
-NOT_SAID = nn.Module().__dict__.keys() - {"training"} | {"forward"}
-TABLES = TENSORS[0], *HOOKS  # of a module
 
 
 def blocks_of(
     model: nn.Module, blocks: tuple[str, ...] | None, whole: tuple[str, ...]
-) -> Iterator[tuple[str, nn.Module, bool]]:  # fmt: skip
+) -> dict[nn.Module, tuple[str, bool]]:  # fmt: skip
     """The blocks of a model, each with its name and whether it is computed on this rank's rows, or else whole.
 
     Raises: ValueError for names of no list.
     """
     known = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     for option, names in (("blocks", blocks or ()), ("whole", whole)):
-        there = f"the lists of modules are {', '.join(known) or 'none'}"
-        if isinstance(names, str):
-            raise ValueError(f"parallelize({name_of(model)}, {option}={names!r}): give a tuple of names; {there}")
-        if unknown := [name for name in names if name not in known]:
+        unknown = ", ".join([name for name in names if name not in known])
+        if isinstance(names, str) or unknown:
+            told = "give a tuple of names" if isinstance(names, str) else f"no list is called {unknown}"
             raise ValueError(
-                f"parallelize({name_of(model)}, {option}=): no list is called {', '.join(unknown)}; {there}"
+                f"parallelize({name_of(model)}, {option}={names!r}): {told}; the lists of modules are "
+                f"{', '.join(known) or 'none'}"
             )
     of_blocks = [name for name, some in known.items() if not any(isinstance(x, nn.ModuleList) for x in some)]
     outermost = [name for name in of_blocks if not any(name.startswith(f"{other}.") for other in of_blocks)]
-    seen = set[int]()
+    found = dict[nn.Module, tuple[str, bool]]()
     for path in [*whole, *(outermost if blocks is None else blocks)]:
         for name, block in known[path].named_children():
-            if id(block) not in seen and not isinstance(block, nn.ModuleList):
-                seen.add(id(block))
-                yield f"{path}.{name}", block, path not in whole
-
-
-def kinds_of(named: Named, blocks: Collection[str]) -> dict[str, Hashable]:
-    """What each block runs: classes, forwards, hooks, and attributes of its modules and processors.
-
-    named: in the order of `nn.Module.named_modules`, in which a block's modules follow it.
-    """
-    facts, around = {name: list[Any]() for name in blocks}, list[tuple[str, list[Any]]]()
-    for path, module in named:
-        while around and not path.startswith(around[-1][0]):
-            around.pop()
-        if path in facts:
-            around.append((f"{path}.", facts[path]))
-        if not around:
-            continue
-        attributes, kind = module.__dict__, type(module)
-        own = [kind, _code_of(kind.forward), *_attributes(attributes)]
-        if "forward" in attributes:
-            own.append(own_forward(module))
-        for key in TABLES:
-            if key in attributes and (some := attributes[key]):
-                own += [k if x is None else code_of(x) for k, x in some.items() if x is None or callable(x)]
-        if "processor" in attributes:
-            processor = attributes["processor"]
-            own += [type(processor), *_attributes(getattr(processor, "__dict__", {}))]
-        for within, each in around:
-            each += path[len(within) :], *own
-    return {name: tuple(each) for name, each in facts.items()}
-
-
-_code_of = lru_cache(1024)(code_of)  # of classes' forwards
-
-
-def _attributes(some: Mapping[str, Any]) -> list[Any]:
-    """What attributes say, without those that every module has."""
-    return [(k, v if type(v) in PLAIN else _said(v)) for k, v in some.items() if k not in NOT_SAID]
-
-
-def _said(x: Any, depth: int = 2) -> Any:
-    """What a value says: numbers and strings, also inside of others, and the code of functions; else its type."""
-    if type(x) in PLAIN or not depth:
-        return x if type(x) in PLAIN else type(x)
-    if isinstance(x, (tuple, list, set, frozenset)):
-        return (tuple if isinstance(x, (tuple, list)) else frozenset)([_said(v, depth - 1) for v in x])
-    if isinstance(x, Mapping):
-        return tuple([(k if type(k) is str else None, _said(v, depth - 1)) for k, v in x.items()])
-    if isinstance(x, partial):
-        return _said((x.func, x.args, x.keywords), depth)
-    return code_of(x) if isinstance(x, (FunctionType, MethodType)) else type(x)
+            if not isinstance(block, nn.ModuleList):
+                found.setdefault(block, (f"{path}.{name}", path not in whole))
+    return found
 
 
 @uncompiled
@@ -114,11 +58,12 @@ def run_block(
         return forward(*args, **kwargs)
     flat, spec = tree_flatten((args, kwargs))
     args = kwargs = None  # type: ignore[assignment]
-    flat = run.rows_among(flat)
+    given, run.given = run.given or [None] * len(flat), ()  # what were rows, and a reentrant checkpoint saved
+    flat = [rows_of(x, at, run) if type(x) is Tensor and at is not None else x for x, at in zip(flat, given)]
     run.run_again(None, [x.place if isinstance(x, RankRows) else None for x in flat])
     if not shared:
         return _ran(run, name, None, forward, flat, spec)
-    known = run.sharing.findings(run.kinds[name], str(spec), *map(_fact, flat))
+    known = run.sharing.findings(run.kinds[name], str(spec), *map(said_of, map(_given, flat)))
     for tried in (False, True):
         for finding in list(known.values()):
             with suppress(OtherValues):
@@ -190,10 +135,3 @@ def _found(
 
 def _given(x: Any) -> Any:
     return GivenRows(whole_shape(x), x.place, x.dtype, x.device) if isinstance(x, RankRows) else x
-
-
-def _fact(x: Any) -> Any:
-    """What of an argument a finding depends on."""
-    if isinstance(x, Tensor):
-        return _given(x) if isinstance(x, RankRows) else (x.shape, x.dtype)
-    return x if type(x) in PLAIN else (_said(x), *_attributes(getattr(x, "__dict__", {})))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from seqpar.comm.entry import uncompiled
 from seqpar.foreign.wrap import replaced
 from seqpar.integrations.diffusers.attend import Sharing, attend
-from seqpar.integrations.rows import RankRows, local, rows_of, written
+from seqpar.integrations.rows import RankRows, local, written
 from seqpar.integrations.sdpa.fused import in_flex_attention
 from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import known_regions, run_again_inside, under_way
@@ -90,7 +90,7 @@ class SharedForward(TorchFunctionMode):
 
     def __enter__(self) -> SharedForward:
         super().__enter__()
-        _running.forwards.append(self)
+        self.outer, _running.innermost = _running.innermost, self
         # a compiler would trace what a rank does with messages
         self.compiled_calls = {path: vars(module).get(name) for path, module, name, _ in self.calls}
         for _, module, name, plain in self.calls:
@@ -99,7 +99,7 @@ class SharedForward(TorchFunctionMode):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.stack.close()
-        _running.forwards.pop()
+        _running.innermost = self.outer
         super().__exit__(kind, error, trace)
         if isinstance(error, Exception) and in_flex_attention(trace):
             self.refuse("flex_attention is not rerouted; call F.scaled_dot_product_attention")
@@ -125,7 +125,7 @@ class SharedForward(TorchFunctionMode):
 
     def check_use(self, rows: Tensor) -> None:
         """Raise NotImplementedError for rows outside of a forward, or that do not have what was written."""
-        if not _running.forwards:
+        if _running.innermost is None:
             raise NotImplementedError(
                 "diffusers: a tensor of which each rank holds its rows is used outside of the forward that made it, "
                 "where its gradient would be wrong; return it from the model's forward, in a tuple, list or dict"
@@ -156,11 +156,6 @@ class SharedForward(TorchFunctionMode):
             self.sharing.attended = True
             return attend(self.sharing, self, attended, call)
 
-    def rows_among(self, flat: list[Any]) -> list[Any]:
-        """A block's arguments; those that were rows in the forward, and that a reentrant checkpoint saved, as such."""
-        given, self.given = self.given or [None] * len(flat), ()
-        return [rows_of(x, at, self) if type(x) is Tensor and at is not None else x for x, at in zip(flat, given)]
-
     def run_again(self, block: BlockCall | None, given: Sequence[RowPlace | None] = ()) -> None:
         """Make checkpoints around the caller recompute inside a forward like this one, at this place of a block."""
 
@@ -179,10 +174,9 @@ class SharedForward(TorchFunctionMode):
 
 
 class _Running(threading.local):
-    """The forwards of this thread, the innermost one last."""
+    """The innermost forward of this thread."""
 
-    def __init__(self) -> None:
-        self.forwards = list[SharedForward]()
+    innermost: SharedForward | None = None
 
 
 _running = _Running()
@@ -190,10 +184,10 @@ _running = _Running()
 
 def current() -> SharedForward:
     """This thread's innermost forward. Raises: RuntimeError outside of one."""
-    if not _running.forwards:
+    if _running.innermost is None:
         raise RuntimeError(
             "diffusers: a part of a parallelized model runs outside its forward, where nothing says which tokens it "
             "has, such as in the backward of a forward inside local(); call the model, checkpoint with "
             "torch.utils.checkpoint, and run such a backward inside local() too"
         )
-    return _running.forwards[-1]
+    return _running.innermost

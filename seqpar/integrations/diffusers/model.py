@@ -29,17 +29,21 @@ from seqpar.foreign import name_of
 from seqpar.foreign.hooks import OF_BLOCKS, Named, check_hooks
 from seqpar.foreign.wrap import ParallelModel, check_makes_plans, is_surrounded, refuse_unready
 from seqpar.integrations.diffusers.attend import MakePlan, Sharing
-from seqpar.integrations.diffusers.blocks import blocks_of, kinds_of, run_block
+from seqpar.integrations.diffusers.blocks import blocks_of, run_block
 from seqpar.integrations.diffusers.forward import SharedForward
 from seqpar.integrations.rows import whole as whole_of
 from seqpar.ops.attention.signature import Accuracy, Numerics
 from seqpar.ops.core.agreement import gathering
-from seqpar.ops.core.compared import check_gradient, hashed, leaves
+from seqpar.ops.core.alike import refusing_shares, whole_output
+from seqpar.ops.core.compared import hashed, leaves
 from seqpar.ops.core.regions import known_regions
 from seqpar.plan import Plan
 from seqpar.private.diffusers import BACKENDS, backend_of, parallel_config
 from seqpar.private.torch import tree_map_only, uncompiled_calls
 from seqpar.train.checks import StepChecks
+from seqpar.trial.identity import kinds_of
+
+ALONE = "such as a controlnet; call that model inside its handle.local(), or detach its output"
 
 
 def parallelize(
@@ -65,10 +69,9 @@ def parallelize(
     gradients or weights differ between ranks.
     """
     check_makes_plans(model, plan, "(mask, layout)")
-    numerics = Numerics.checked(accuracy, deterministic)
-    average_over = integer("average_over", average_over, 1)
-    parts = list(blocks_of(model, blocks, whole))
-    if not any(shared for *_, shared in parts):
+    numerics, average_over = Numerics.checked(accuracy, deterministic), integer("average_over", average_over, 1)
+    parts = blocks_of(model, blocks, whole)
+    if not any(shared for _, shared in parts.values()):
         raise NotImplementedError(
             f"diffusers: {name_of(model)} has no list of blocks (an nn.ModuleList) whose tokens could be shared; "
             "if its arguments are rows of tokens and their positions, and only attention mixes rows, shard them "
@@ -77,10 +80,9 @@ def parallelize(
     check_hooks(list(model.named_modules()), OF_BLOCKS)
     refuse_unready(model)
     handle = ParallelModel(model, comm)
-    handle.put_around(
-        model, partial(_forward, Sharing(handle, comm, plan, numerics, average_over, [name for name, *_ in parts]))
-    )
-    for name, block, shared in parts:
+    sharing = Sharing(handle, comm, plan, numerics, average_over, [name for name, _ in parts.values()])
+    handle.put_around(model, partial(_forward, sharing))
+    for block, (name, shared) in parts.items():
         handle.put_around(block, partial(run_block, name, shared))
     return handle
 
@@ -91,35 +93,20 @@ def _forward(sharing: Sharing, model: nn.Module, forward: Callable[..., Any], *a
     named = list(model.named_modules(remove_duplicate=False))
     _compare(sharing, named, args, arguments)
     kinds, calls = kinds_of(named, sharing.blocks), list(uncompiled_calls(named))
+    given = refusing_shares((args, arguments), sharing.comm, "diffusers", name_of(model), ALONE)
     with SharedForward(model, sharing, kinds, calls) as run:
-        out = forward(*args, **arguments)
+        out = forward(*given[0], **given[1])
         if not sharing.attended:
             run.refuse(
                 f"{name_of(model)} calls no F.scaled_dot_product_attention, so every rank would compute all of it"
             )
-        return _gathered(sharing, out)
+        return tree_map_only(Tensor, partial(_gathered, sharing, model), out)
 
 
-def _gathered(sharing: Sharing, out: Any) -> Any:
-    """The whole outputs, whose gradients are compared and shared out."""
-
-    def gathered(x: Tensor) -> Tensor:
-        x = whole_of(x)
-        if x.requires_grad:
-            x = x.view_as(x)
-            x.register_hook(partial(_gradient_of_output, sharing))
-        return x
-
-    return tree_map_only(Tensor, gathered, out)
-
-
-def _gradient_of_output(sharing: Sharing, grad: Tensor) -> Tensor:
-    """This rank's share of the gradient of the whole output, multiplied for a wrapper. A collective.
-
-    Raises: ValueError on every rank if it differs between ranks.
-    """
-    check_gradient("diffusers", sharing.comm, grad)
-    return grad * (sharing.average_over / sharing.comm.size)
+def _gathered(sharing: Sharing, model: nn.Module, out: Tensor) -> Tensor:
+    """A whole output, whose gradient is compared and shared out."""
+    x, factor = whole_of(out), sharing.average_over / sharing.comm.size
+    return whole_output(x, sharing.comm, "diffusers", name_of(model), factor=factor) if x.requires_grad else x
 
 
 def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
@@ -134,11 +121,11 @@ def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: d
         sharing.handle.on_undo(checks.close)
         sharing.checks[model] = checks
     facts: dict[str, Any] = {"grad enabled": torch.is_grad_enabled(), "average_over": sharing.average_over}
-    what, gather = "diffusers: forward", partial(checks.gather, facts=facts)
-    with gathering(what, sharing.comm, partial(gather, what)):
+    what = "diffusers: forward"
+    with gathering(what, sharing.comm, partial(checks.gather, what, facts=facts)):
         _check_modules(named, sharing.blocks)
-        given = {str(n): x for n, x in enumerate(args)} | arguments
-        facts |= {f"argument {name}": _fingerprint(value) for name, value in leaves(given)}
+        for name, x in leaves({str(n): x for n, x in enumerate(args)} | arguments):
+            facts[f"argument {name}"] = (tuple(x.shape), x.dtype, hashed(x)) if isinstance(x, Tensor) else x
     if torch.is_grad_enabled():
         checks.wrapper()
         checks.check_average("diffusers")
@@ -146,15 +133,16 @@ def _compare(sharing: Sharing, named: Named, args: tuple[Any, ...], arguments: d
 
 def _check_modules(named: Named, blocks: Collection[str]) -> None:
     """Raise NotImplementedError for a model that would compute a rank's rows otherwise than all of them."""
-    if parallel_config(named[0][1], None) is not None:
+    model = named[0][1]
+    if parallel_config(model, None) is not None:
         raise NotImplementedError(
-            f"diffusers: {name_of(named[0][1])} is under enable_parallelism, which splits its tokens too"
+            f"diffusers: {name_of(model)} is under enable_parallelism, which splits its tokens too"
         )
     check_hooks(named, OF_BLOCKS)
     for name, module in named:
         if name in blocks and not is_surrounded(module):
             raise NotImplementedError(
-                f"diffusers: {name} of {name_of(named[0][1])} was put there when the model was parallel, as by an "
+                f"diffusers: {name} of {name_of(model)} was put there when the model was parallel, as by an "
                 "adapter, or a wrapper that it had before was taken off, and it would compute a rank's share "
                 "alone; call undo() of the handle and parallelize the model again"
             )
@@ -163,8 +151,3 @@ def _check_modules(named: Named, blocks: Collection[str]) -> None:
                 f"diffusers: the attention backend {kind} of {name}, expected {BACKENDS}; call "
                 "set_attention_backend('native')"
             )
-
-
-def _fingerprint(value: object) -> object:
-    """Equal for equal values, almost never for others."""
-    return (tuple(value.shape), value.dtype, hashed(value)) if isinstance(value, Tensor) else value
