@@ -463,11 +463,13 @@ def classes() -> dict[str, type[nn.Module]]:
     return found
 
 
-def made(name: str, samples: int = 2, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Options]:
-    """A model with random weights, and inputs of one call."""
+def made(
+    name: str, samples: int = 2, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[nn.Module, Options]:  # fmt: skip
+    """A model with random weights, and inputs of one call. options: more arguments of the constructor."""
     arguments, inputs = TABLE[name]
     torch.manual_seed(0)
-    model = classes()[name](**arguments)
+    model = classes()[name](**arguments | options)
     for parameter in model.parameters():  # some start at zero, and with them the gradients of the others
         nn.init.normal_(parameter, std=0.2)
     return model.to(dtype).eval(), inputs(samples)

@@ -299,8 +299,11 @@ def test_a_mask_made_of_given_labels_is_right_or_refused(ranks: int, alike: bool
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"blocks": ("block",)}, r"blocks=\): no list is called block; the lists of modules are layers$"),
-        ({"whole": ("adapter", "layers")}, r"whole=\): no list is called adapter; the lists of modules are layers$"),
+        ({"blocks": ("block",)}, r"blocks=\('block',\)\): no list is called block; the lists of modules are layers$"),
+        (
+            {"whole": ("adapter", "layers")},
+            r"whole=\('adapter', 'layers'\)\): no list is called adapter; the lists of modules are layers$",
+        ),
         ({"blocks": "layers"}, r"blocks='layers'\): give a tuple of names; the lists of modules are layers$"),
     ],
 )

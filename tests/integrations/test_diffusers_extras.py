@@ -16,23 +16,24 @@ from torch import Tensor
 import seqpar
 from seqpar import Comm
 from seqpar.testing import run_threads
-from tests.integrations.diffusers_models import GRID, LIKE_FLUX, SAMPLES, made, random
+from tests.integrations.diffusers_classes import FLUX, IMAGE
+from tests.integrations.diffusers_models import SAMPLES, made, random
 from tests.integrations.diffusers_verdicts import Setting, verdict
 
-TOKENS = GRID[0] * GRID[1]
+TOKENS, WIDTH = IMAGE[0] * IMAGE[1], 24
 
 
 def residuals(samples: int) -> Any:
     """Flux with what a controlnet adds after its blocks."""
     model, inputs = made("flux")
-    double, single = ([random(SAMPLES, TOKENS, 36, seed=n)] for n in (8, 9))
+    double, single = ([random(SAMPLES, TOKENS, WIDTH, seed=n)] for n in (8, 9))
     return model, inputs | {"controlnet_block_samples": double, "controlnet_single_block_samples": single}
 
 
 def controlnet(samples: int) -> Any:
     """A controlnet of Flux."""
     torch.manual_seed(0)
-    model = FluxControlNetModel(**LIKE_FLUX, pooled_projection_dim=8, guidance_embeds=True).double()
+    model = FluxControlNetModel(**FLUX, pooled_projection_dim=8, guidance_embeds=True).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -43,7 +44,7 @@ def ip_adapter(samples: int) -> Any:
     """Flux with attention to tokens of an image in its processors."""
     model, inputs = made("flux")
     for block in model.transformer_blocks:
-        block.attn.set_processor(FluxIPAdapterAttnProcessor(36, 8, num_tokens=(4,), scale=[0.5]).double())
+        block.attn.set_processor(FluxIPAdapterAttnProcessor(WIDTH, 8, num_tokens=(4,), scale=[0.5]).double())
     return model, inputs | {"joint_attention_kwargs": {"ip_hidden_states": [random(SAMPLES, 4, 8, seed=8)]}}
 
 

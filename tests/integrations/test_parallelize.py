@@ -25,7 +25,7 @@ from seqpar.integrations.hf.planning import shape_of
 from seqpar.testing import run_threads
 from tests.dsp import models as dsp_models
 from tests.dsp.cases import clip, latte
-from tests.integrations.diffusers_models import flux
+from tests.integrations.diffusers_models import made as diffuser
 from tests.integrations.hf.models import batches, build
 from tests.integrations.plain import Attending
 
@@ -145,7 +145,7 @@ def in_transform(kind: str) -> None:
         model, inputs = Attending(), {"x": torch.randn(1, 6, 8)}
         handle = seqpar.parallelize(model, LocalComm(), sdpa=True, plan=plan)
     else:
-        model, inputs = flux()
+        model, inputs = diffuser("flux")
         handle = seqpar.parallelize(model, LocalComm())
     with handle:
         weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -176,8 +176,8 @@ def evaluated(kind: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     if kind == "stages":
         return latte(), {}, clip()
     if kind == "diffusers":
-        model, arguments = flux()
-        return model.double(), {}, arguments
+        model, arguments = diffuser("flux")
+        return model, {}, arguments
     return build("llama"), {"source": "replicated"}, batches("right", 1)[0]
 
 

@@ -287,9 +287,7 @@ def diffused(fact: Fact, comm: Comm) -> Tensor:
 
 @once
 def flux() -> tuple[Any, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model, given = diffusers_models.flux()
-    return model.double().eval(), given
+    return diffusers_models.made("flux")
 
 
 def of_stages(fact: Fact, comm: Comm) -> Tensor:
