@@ -19,6 +19,8 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from tests.integrations.diffusers_classes import TABLE, classes, made
 from tests.integrations.diffusers_verdicts import FIT, SETTINGS, Case, said, verdict
 
 QUANTISED = ("SDNQ", "Quant", "AutoRound")
+LARGEST = 50_000_000  # parameters of a model of which every rank has a copy
 RESULTS = Path(__file__).parents[1] / "results/diffusion.json"
 
 
@@ -58,7 +61,12 @@ def _configured(config: type[Any], samples: int) -> tuple[nn.Module, dict[str, A
     """The model and inputs of a tester's config, with random weights, in fp64. samples: where the config takes some."""
     tester = config()
     torch.manual_seed(0)
-    model = tester.model_class(**tester.get_init_dict()).double().eval()
+    model = tester.model_class(**tester.get_init_dict())
+    if (count := sum(p.numel() for p in model.parameters())) > LARGEST:
+        raise MemoryError(
+            f"it has {count:,} parameters, and copies of more than {LARGEST:,} would take too much memory"
+        )
+    model = model.double().eval()
     for parameter in model.parameters():
         with torch.no_grad():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -76,6 +84,23 @@ def row(make: Case) -> dict[str, list[str]]:
         if result.startswith("refused"):
             break
     return found
+
+
+def rows_of(cases: dict[str, Case], jobs: int) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """Name and row of each case, computed in so many processes."""
+    waiting = dict(cases)
+    while waiting:
+        context = multiprocessing.get_context("fork")  # such a process has the modules of a checkout
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            for name, future in [(name, pool.submit(row, make)) for name, make in waiting.items()]:
+                try:
+                    found = future.result()
+                except BrokenProcessPool:
+                    found = {"CRASHED: its process ended, perhaps for lack of memory": list(map(str, SETTINGS))}
+                del waiting[name]
+                yield name, found
+                if future.exception() is not None:
+                    break
 
 
 def kind(found: dict[str, list[str]]) -> str:
@@ -124,12 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = of_checkout(args.checkout)
     chosen = {name: make for name, make in cases if not args.names or any(part in name for part in args.names)}
     rows: dict[str, dict[str, list[str]]] = {}
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:  # which has the modules of a checkout
-        for name, found in zip(chosen, pool.imap(row, chosen.values())):
-            rows[name] = found
-            for result, settings in found.items():
-                few = "" if len(settings) == len(SETTINGS) else f" ({'; '.join(settings)})"
-                print(f"{name:44}{result:.300}{few}", flush=True)
+    for name, found in rows_of(chosen, args.jobs):
+        rows[name] = found
+        for result, settings in found.items():
+            few = "" if len(settings) == len(SETTINGS) else f" ({'; '.join(settings)})"
+            print(f"{name:44}{result:.300}{few}", flush=True)
     counts = Counter(map(kind, rows.values()))
     print(f"{len(rows)} of {len(here)}: {', '.join(f'{number} {word}' for word, number in counts.most_common())}")
     if args.show or args.checkout or args.names:

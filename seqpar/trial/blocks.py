@@ -18,92 +18,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from seqpar.comm import PeerError
 from seqpar.foreign.wrap import places_of, replaced
 from seqpar.private.torch import TENSORS, parameters_of
 from seqpar.trial.compare import close
+from seqpar.trial.finding import READS, Attended, AttentionCall, Finding, MaskForm, value_of
+from seqpar.trial.gradients import Graph, Rows, gradients_follow, leaf
 from seqpar.trial.protect import eager, saved
 from seqpar.trial.randomness import draws
 from seqpar.trial.readings import BlockArguments, BlockReading, GivenRows, Mismatch, index, picked
 from seqpar.trial.rows import random_rows, real
 from seqpar.trial.segments import RowPlace, RowSegment, RowSegments, is_cut
-from seqpar.trial.weights import drawn
+from seqpar.trial.weights import drawn, without_zeros
 
 RUNS = 16
-READS = {
-    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.nonzero,
-    torch.nonzero, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, Tensor.is_nonzero,
-    torch.is_nonzero,
-}  # fmt: skip
+PLAIN = {bool, int, float, str, type(None)}  # types of outputs that may be compared
 
 
 class Draws(BaseException):
     """A block draws random numbers, which ranks would not share if they computed it whole. No model catches it."""
-
-
-class AttentionCall(NamedTuple):
-    """A call of `F.scaled_dot_product_attention`, with its signature."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def computed(self) -> Tensor:
-        """What PyTorch returns."""
-        return F.scaled_dot_product_attention(**self._asdict())
-
-
-class MaskForm(NamedTuple):
-    """What a mask [.., rows, keys] has on a rank: its own rows or keys, or those of the whole mask. one: a row for all.
-
-    With its own rows and keys it is one row for all, repeated, or the product of flags of rows and flags of keys.
-    """
-
-    own_rows: bool
-    own_keys: bool
-    one: bool
-
-
-class Attended(NamedTuple):
-    """The rows of an attention: of its queries and of its keys; and its mask, if it has one."""
-
-    queries: RowSegments
-    keys: RowSegments
-    mask: MaskForm | None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """How a block is computed on this rank's rows.
-
-    places: of each argument, None for a whole one. counts: number of an argument -> segments whose rows it counts.
-    attends: its attentions in their order. outputs: the place of each output, None for a whole one. reads: values that
-    it reads from whole tensors, and that may decide what it does.
-    """
-
-    places: tuple[RowPlace | None, ...]
-    counts: tuple[tuple[int, RowSegments], ...]
-    attends: tuple[Attended, ...]
-    outputs: tuple[RowPlace | None, ...]
-    reads: tuple[Any, ...]
-
-
-def value_of(read: Any) -> Any:
-    """A value that is read from a tensor, to be compared."""
-    return str(read.tolist()) if hasattr(read, "tolist") else read
 
 
 def find(
@@ -115,17 +56,20 @@ def find(
 
     Raises: NotImplementedError with the reason if the rows follow in no reading; Draws.
     """
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = next((x.device for x in arguments if isinstance(x, (Tensor, GivenRows))), None)
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        state = stack.enter_context(saved(module, tensors))
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, lambda x: x))  # not those of a checkpoint around it
+        given = stack.enter_context(saved(nn.Module(), [x for x in arguments if not isinstance(x, GivenRows)]))
+        stack.enter_context(without_zeros(module))
+        state = stack.enter_context(saved(module))
         stack.enter_context(eager(module))
         stack.enter_context(_unhooked(module))
         stack.enter_context(drawn(module, device))
         found = _BlockTrial(run, arguments, ranks).finding()
         if changed := state.changed():
             raise NotImplementedError(f"it changes its buffer {next(iter(changed))[1]}")
+        if given.written():
+            raise NotImplementedError("it writes into an object that it is given")
         return found
 
 
@@ -138,7 +82,7 @@ class _Intercepting(TorchFunctionMode):
 
     def __init__(self, attend: Callable[[int, AttentionCall], Tensor]) -> None:
         super().__init__()
-        self.attend, self.calls, self.reads = attend, 0, list[Any]()
+        self.attend, self.calls, self.reads, self.as_arrays = attend, 0, list[Any](), False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,6 +92,8 @@ class _Intercepting(TorchFunctionMode):
             self.calls += 1
             return self.attend(self.calls - 1, AttentionCall(*args, **kwargs))
         found = func(*args, **kwargs)
+        if func in (Tensor.numpy, Tensor.__array__):  # experts that rows choose are counted so
+            self.as_arrays |= not isinstance(args[0], _OfRows)
         if func in READS:
             if any(isinstance(x, _OfRows) for x in args):
                 raise Mismatch(f"its branches depend on values of its rows, which it reads by {func.__name__}")
@@ -182,6 +128,7 @@ class _BlockTrial:
     def __init__(self, run: Callable[[list[Any]], list[Any]], arguments: list[Any], ranks: int) -> None:
         self.run, self.arguments, self.runs, self.reasons = run, BlockArguments(arguments, ranks), 0, list[str]()
         self.outputs, self.calls, self.reads = list[Any](), list[tuple[AttentionCall, Tensor]](), list[Any]()
+        self.given = list[Any]()
 
     def finding(self) -> Finding | None:
         """The first reading that follows; None if there are no rows to share."""
@@ -211,30 +158,35 @@ class _BlockTrial:
 
     def _recorded(self, kinds: set[int], features: bool) -> bool:
         """Run the block on a few rows of these kinds, and record its attentions; whether it could."""
-        self.calls = []
 
         def attend(number: int, call: AttentionCall) -> Tensor:
-            out = random_rows((*call.query.shape[:-1], call.value.shape[-1]), call.value, number + 1)
+            out = leaf(random_rows((*call.query.shape[:-1], call.value.shape[-1]), call.value, number + 1))
             self.calls.append((call, out))
-            return out
+            return out.clone()
 
-        try:
-            self.arguments.take_few(kinds, features)
-            self.outputs = self._ran(self.arguments.sample, attend)
-        except Mismatch as error:
-            self.reasons.append(str(error))
-            return False
+        for as_given in (False, True):
+            self.calls = []
+            try:
+                self.arguments.take_few(kinds, features, as_given)
+                self.given, self.outputs = self._ran(self.arguments.sample, attend)
+            except Mismatch as error:
+                self.reasons.append(str(error))
+                return False
+            if not self.reads:  # else a later call must read the same
+                break
         return True
 
-    def _ran(self, arguments: list[Any], attend: Callable[[int, AttentionCall], Tensor]) -> list[Any]:
-        """The outputs. Raises Mismatch if the block fails, or may not run again."""
+    def _ran(
+        self, arguments: list[Any], attend: Callable[[int, AttentionCall], Tensor]
+    ) -> tuple[list[Any], list[Any]]:  # fmt: skip
+        """The arguments, as leaves of a graph, and the outputs. Raises Mismatch if the block fails or ran too often."""
         if self.runs >= RUNS:
             raise Mismatch(f"its rows follow in none of {RUNS} runs")
         self.runs += 1
-        mode = _Intercepting(attend)
+        mode, given = _Intercepting(attend), list(map(leaf, arguments))
         try:
             with mode:
-                outputs = self.run(arguments)
+                outputs = self.run(own := [x.clone() if isinstance(x, Tensor) else x for x in given])
         except (Mismatch, NotImplementedError, PeerError):
             raise
         except Exception as error:
@@ -242,8 +194,13 @@ class _BlockTrial:
             raise Mismatch(f"with some of its rows it fails: {type(error).__name__}: {told:.200}") from error
         if (self.reads, len(self.calls)) != (mode.reads, mode.calls) and arguments is not self.arguments.sample:
             raise Mismatch(f"it calls attention {len(self.calls)} times with all rows and {mode.calls} with some")
+        if mode.as_arrays and arguments is not self.arguments.sample:
+            raise Mismatch("it reads values of a tensor by numpy, which cannot be compared later; use item or tolist")
         self.reads = mode.reads
-        return outputs
+        for number, (x, y) in enumerate(zip(own, given)):
+            if isinstance(x, Tensor) and not _equal(_plain(x), _plain(y)):
+                raise Mismatch(f"it writes into its argument {number}, which others may use")
+        return given, outputs
 
     def _tried(self, reading: BlockReading) -> Finding | None:
         """The finding, if the rows follow in this reading."""
@@ -257,11 +214,20 @@ class _BlockTrial:
                 for n in range(len(self.calls))
             ]  # fmt: skip
             outputs = [self._place([half.outputs[n] for half in halves], n) for n in range(len(self.outputs))]
+            if torch.is_grad_enabled() and not gradients_follow(
+                self.graph(), [Graph.of(half.results, half.leaves) for half in halves]
+            ):
+                raise Mismatch("its gradients depend on other rows")
         except Mismatch as error:
             self.reasons += [str(error)] if str(error) not in self.reasons else []
             return None
         places = tuple([None if place is None or not is_cut(place.segments) else place for place in reading.places])
         return Finding(places, reading.counts, tuple(attends), tuple(outputs), tuple(self.reads))
+
+    def graph(self) -> Graph:
+        """That of the run with all rows."""
+        given = [*self.outputs, *(x for call, _ in self.calls for x in call[:3])]
+        return Graph.of([(x, None) for x in given], [(x, None) for x in (*self.given, *(out for _, out in self.calls))])
 
     def _place(self, found: list[tuple[int, list[int], int] | None], number: int) -> RowPlace | None:
         """Where an output has rows; found: by half the dim, the rows, and how many the whole has."""
@@ -282,17 +248,17 @@ class _BlockTrial:
         owners, segments = [(row in set(first), row in set(second)) for row in range(count)], list[list[int]]()
         if not count or (False, False) in owners:
             raise Mismatch(f"{what} has no rows, or some that no rank has")
-        for one, other in owners:  # a segment is [rows of the first half, of the second, of both]
-            if one and other:
-                if not segments or not segments[-1][2]:
-                    segments.append([0, 0, 0])
-            elif not segments or segments[-1][2] or (one and segments[-1][1]):
+        for one, other in owners:  # a segment is [rows of the first half alone, of both, of the second alone]
+            number = 1 if one and other else 2 * other
+            if not segments or any(segments[-1][number + 1 :]) or (number == 2 and not segments[-1][0]):
                 segments.append([0, 0, 0])
-            segments[-1][2 if one and other else int(other)] += 1
-        if any(not both and one != _middle(one + other) for one, other, both in segments):
-            raise Mismatch(f"{what} has rows in an order that is not that of its streams")
+            segments[-1][number] += 1
+        for one, both, other in segments:
+            (_, stop), (start, _) = _parts(one + both + other)
+            if (one or other) and (one, one + both) != (start, stop):
+                raise Mismatch(f"{what} has rows in an order that is not that of its streams")
         many = {few: n for n, few in self.arguments.few.items()}
-        return tuple([RowSegment(many.get(sum(each), sum(each)), not each[2]) for each in segments])
+        return tuple([RowSegment(many.get(sum(each), sum(each)), each[0] > 0) for each in segments])
 
 
 class _Half:
@@ -303,6 +269,7 @@ class _Half:
         self.at: list[list[tuple[list[int], int]]] = []
         self.masks: list[MaskForm | None] = []
         self.outputs: list[tuple[int, list[int], int] | None] = []
+        self.results, self.leaves = list[tuple[Any, Rows]](), list[tuple[Any, Rows]]()
 
     def follow(self) -> None:
         """Run. Raises Mismatch for what does not follow."""
@@ -313,19 +280,21 @@ class _Half:
                 arguments[number] = some.as_subclass(_OfRows)
         for number, segments in self.reading.counts:
             arguments[number] = len(self._rows(segments))
-        outputs = [_plain(x) for x in self.trial._ran(arguments, self._attend)]
+        given, outputs = self.trial._ran(arguments, self._attend)
         if len(outputs) != len(self.trial.outputs):
             raise Mismatch("it returns another number of outputs")
-        for number, (x, y) in enumerate(zip(outputs, self.trial.outputs)):
+        for number, (x, y) in enumerate(zip(map(_plain, outputs), self.trial.outputs)):
             self.outputs.append(self._output(x, y, number))
+        places = [each and (each.dim, self._rows(each.segments)) for each in self.reading.places]
+        self.leaves[:0] = zip(given, places)
+        self.results[:0] = [(x, at and at[:2]) for x, at in zip(outputs, self.outputs)]
 
     def _rows(self, segments: RowSegments) -> list[int]:
         """The rows of the half, of an argument of the run."""
         rows, at = list[int](), 0
         for each in segments:
             count = self.trial.arguments.few.get(each.count, each.count)
-            middle = _middle(count)
-            start, stop = ((0, middle), (middle, count))[self.half] if each.cut else (0, count)
+            start, stop = _parts(count)[self.half] if each.cut else (0, count)
             rows += range(at + start, at + stop)
             at += count
         return rows
@@ -344,12 +313,15 @@ class _Half:
             raise Mismatch(f"its value of attention {number} depends on other rows")
         self.at.append([(queries, whole.query.shape[-2]), (keys, whole.key.shape[-2])])
         self.masks.append(_form(mask, whole.attn_mask, queries, keys, f"its mask of attention {number}"))
-        return out.index_select(-2, index(queries, out)).as_subclass(_OfRows)
+        own = leaf(out.detach().index_select(-2, index(queries, out)))
+        self.leaves.append((own, (-2, queries)))
+        self.results += [(query, (-2, queries)), (key, (-2, keys)), (value, (-2, keys))]
+        return own.clone().as_subclass(_OfRows)
 
     def _output(self, x: Any, y: Any, number: int) -> tuple[int, list[int], int] | None:
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            if type(x) is not type(y):
-                raise Mismatch(f"its output {number} is {type(x).__name__} on a rank")
+            if type(x) is not type(y) or type(x) not in PLAIN or x != y:
+                raise Mismatch(f"its output {number} is {x!r:.80} with some of its rows and {y!r:.80} with all")
             return None
         if _equal(x, y):
             return None
@@ -359,10 +331,15 @@ class _Half:
         return apart[0], _places(x, y, apart[0], f"its output {number}"), y.shape[apart[0]]
 
 
-def _middle(count: int) -> int:
-    """Where one of two parts of so many rows ends: at a prime, where no windows of rows end."""
+def _parts(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The rows of either half, from where to where. Both have the one in the middle.
+
+    The second begins at a prime, where no strides or windows of rows do, and the first ends at the next number, where
+    windows of so many rows do not.
+    """
     primes = (n for n in range(count // 2, 1, -1) if all(n % d for d in range(2, n)))
-    return next(primes, count // 2)
+    middle = next(primes, count // 2)
+    return (0, middle + (count > 2)), (middle, count)
 
 
 def _unlikely(reason: str) -> tuple[bool, bool]:

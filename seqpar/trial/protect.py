@@ -63,14 +63,18 @@ class SavedState:
     def left(self) -> list[str]:
         """What a call has left behind: names of buffers, and of attributes that are another object or hold others."""
         names = [f"the buffer {key} of {type(module).__name__}" for module, key in self.changed()]
-        written = [x for x, before in self._objects if not _same_items(x, before)]
-        written += [each.tensor for each in self._tensors if each.changed()]
+        written = self.written()
         for module, before in zip(self._modules, self._attributes):
             for key in sorted((module.__dict__.keys() | before.keys()) - OF_MODULES) if before else ():
                 now = module.__dict__.get(key)
                 if now is not before.get(key) or (written and any(x is y for x in held([now]) for y in written)):
                     names.append(f"the attribute {key} of {type(module).__name__}")
         return names
+
+    def written(self) -> list[Any]:
+        """The lists, sets, dicts and tensors in attributes and arguments that hold other items now."""
+        written = [x for x, before in self._objects if not _same_items(x, before)]
+        return written + [each.tensor for each in self._tensors if each.changed()]
 
     def would_write(self) -> bool:
         """Whether `restore` would write to tensors, which a graph may need as they are."""

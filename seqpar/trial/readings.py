@@ -68,12 +68,17 @@ class BlockArguments:
         """Those of the kinds that make up streams."""
         return {n for some in _subsets(kinds) if sum(some) in streams for n in some}
 
-    def take_few(self, kinds: set[int], features: bool) -> None:
-        """Make a sample of a few rows of each kind. features: whether the last dim of a matrix may have rows."""
+    def take_few(self, kinds: set[int], features: bool, as_given: bool) -> None:
+        """Make a sample of a few rows of each kind.
+
+        features: whether the last dim of a matrix may have rows. as_given: with the values of masks, numbers of rows,
+        and switches, which else are others.
+        """
         self.few = self._fewer(kinds)
         sizes = {sum(some): sum(self.few.get(n, n) for n in some) for some in _subsets(self.few)}
         self.dims = [[d for d in _dims(x, sizes) if features or not _is_feature(x, d)] for x in self.given]
-        self.sample = [_sampled(x, dims, sizes, n) for n, (x, dims) in enumerate(zip(self.given, self.dims))]
+        of_rows = set() if as_given else {sum(some) for some in _subsets(kinds)}
+        self.sample = [_sampled(x, dims, sizes, of_rows, n) for n, (x, dims) in enumerate(zip(self.given, self.dims))]
         for number, x in enumerate(self.given):
             if type(x) is int and self.few:  # it may count rows: let it do so among the few
                 more = [few for n, few in self.few.items() if few <= x < n]
@@ -106,7 +111,7 @@ class BlockArguments:
         ) -> list[tuple[int, RowPlace]]:
             some = list[tuple[int, RowPlace]]()
             for number, x in enumerate(self.given):
-                if isinstance(x, GivenRows) and returned:
+                if isinstance(x, GivenRows):
                     some.append((number, x.place))
                 elif isinstance(x, Tensor) and x.dim() == dims and x.is_floating_point():
                     long = x.shape[dim] >= self.least
@@ -216,36 +221,45 @@ def _is_mask(x: Tensor, sizes: Iterable[int]) -> bool:
     return not x.is_floating_point() or (x.dim() == 4 and x.shape[1] == 1 and x.shape[-1] in sizes)
 
 
-def _sampled(x: Any, dims: list[int], sizes: dict[int, int], seed: int) -> Any:
-    """An argument of the run: fewer rows, and other numbers, since equal ones would hide what depends on them."""
+def _sampled(x: Any, dims: list[int], sizes: dict[int, int], counts: set[int], seed: int) -> Any:
+    """An argument of the run: fewer rows, and other numbers, since equal ones would hide what depends on them.
+
+    counts: how many numbers may be those of rows; none: numbers other than of floats of rows stay.
+    """
     if isinstance(x, GivenRows):
         shape = [sizes.get(n, n) if d in dims else n for d, n in enumerate(x.shape)]
         shape[x.place.dim] = sum(sizes.get(n, n) for n, _ in x.place.segments)
         return widened(random_rows(shape, torch.empty((), dtype=x.dtype, device=x.device), seed))
     if not isinstance(x, Tensor):
         return x
+    of_rows = x.dim() > 0 and x.shape[-1] in counts
     for dim in dims:
         count = x.shape[dim]
         x = picked(x, dim, [row * count // sizes[count] for row in range(sizes[count])])
-    if x.numel() <= (x.shape[0] if x.dim() else 1):
-        return widened(x)  # a number for each sample may be a switch
+    x, numbers = widened(x), x.is_floating_point() or x.is_complex()
+    single = not of_rows and x.numel() <= (x.shape[0] if x.dim() else 1)  # a number for each sample may be a switch
+    if not has_rows(x) or not x.numel() or (single and not numbers) or not (counts or (numbers and not single)):
+        return x
+    noise = random_rows(real(x).shape, torch.empty(0, device=x.device), seed)
     if x.dtype == torch.bool:
-        return random_rows(x.shape, torch.empty(0, device=x.device), seed) > 0
-    if not (x.is_floating_point() or x.is_complex()) or not has_rows(x):
-        if x.is_complex() or x.is_floating_point() or (x != (first := x.flatten()[0])).any():
-            return x
-        odd = (random_rows(x.shape, torch.empty(0, device=x.device), seed) > 0).to(x.dtype)
-        return x - odd if first > 0 else x + odd
-    x = widened(x)
+        return noise > 0
+    if of_rows and not x.is_complex() and len(x.unique()) == x.shape[-1]:  # they may say which rows are alike
+        generator = torch.Generator().manual_seed(seed)
+        return x.flatten()[torch.randint(x.numel(), x.shape, generator=generator).to(x.device)]
+    if not numbers:
+        first, odd = x.flatten()[0], (noise > 0).to(x.dtype)
+        return x if (x != first).any() else x - odd if first > 0 else x + odd
+    if single:
+        return x + noise.abs()
     finite = real(x)[real(x).isfinite()]
     least, most = finite.min(), finite.max()
-    noise = random_rows(real(x).shape, real(x), seed)
     if least == most and len(finite) == real(x).numel():
         changed = noise
     elif ((finite == least) | (finite == most)).all():  # a mask
         return x
     else:
         changed = real(x) + noise * 0.1 * finite.std()
+    changed = changed.to(real(x).dtype)
     return torch.view_as_complex(changed) if x.is_complex() else changed
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from seqpar.foreign.wrap import replaced
 from seqpar.ops.core.device import autocast_dtype, no_autocast
 from seqpar.private import torch as torch_private
-from seqpar.private.torch import TENSORS
+from seqpar.private.torch import TENSORS, buffers_of
 
 KINDS = "cpu", "cuda"  # of devices that have autocast
 NUMBERS = 1_000_003  # random numbers, which are repeated in larger weights; a prime, so no two rows of one are equal
@@ -73,6 +73,19 @@ def drawn(model: nn.Module, device: torch.device | None = None) -> Iterator[None
         stack.enter_context(_drawn(outside, numbers, widens, device))
         for layer in dict.fromkeys(layers):
             stack.enter_context(_drawn_in_calls(layer, numbers, widens, device))
+        yield
+
+
+@contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """A context in which buffers of zeros, such as a gate that opens later, have random numbers."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            own = buffers_of(module)
+            zeros = {name for name, x in own.items() if x is not None and is_plain(x) and not x.any()}
+            if zeros:
+                new = {k: _values(x, n, False, x.device) if k in zeros else x for n, (k, x) in enumerate(own.items())}
+                stack.enter_context(replaced(module, {TENSORS[1]: new}))
         yield
 
 

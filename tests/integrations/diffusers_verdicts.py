@@ -128,6 +128,8 @@ def _alone(model: nn.Module, inputs: dict[str, Any]) -> tuple[Outcome, bool]:
 def differences(one: Outcome, every: list[Outcome]) -> dict[str, float]:
     """By how much ranks' outputs, and their sum of gradients, are off those of one process, relative to the largest."""
     found = {}
+    if any(len(rank.outputs) != len(one.outputs) for rank in every):
+        return {"the number of outputs": float("inf")}
     for number, x in enumerate(one.outputs):
         found[f"output {number}"] = max(_apart(rank.outputs[number], x, float(x.abs().max())) for rank in every)
     largest = max((float(g.abs().max()) for g in one.grads.values() if g is not None), default=0.0)
@@ -140,6 +142,8 @@ def differences(one: Outcome, every: list[Outcome]) -> dict[str, float]:
 
 
 def _apart(x: Tensor, y: Tensor, scale: float) -> float:
+    if x.shape != y.shape and x.dim() and y.dim():
+        return float("inf")
     off = float((x.detach().double() - y.double()).abs().max()) / max(scale, 1e-300)
     return off if off == off else float("inf")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,90 @@ def if_alike(self: Block, h: Tensor, times: Tensor) -> Tensor:
     return self.to_itself(h * times) * (2 if torch.equal(times, times[:, :1].expand_as(times)) else 1)
 
 
+class Centred(torch.autograd.Function):
+    """Nothing forward; backward subtracts the mean over rows."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> Tensor:
+        return dh - dh.mean(1, keepdim=True)
+
+
+def with_divided_gradients(self: Block, h: Tensor) -> Tensor:
+    out = self.to_itself(h)
+    if out.requires_grad:
+        out.register_hook(lambda dy: dy / dy.norm())
+    return out
+
+
+def plus_mean(self: Block, h: Tensor, gate: Any) -> Tensor:
+    return (out := self.to_itself(h)) + gate * out.mean(1, keepdim=True)
+
+
+def sums_of_groups(self: Block, h: Tensor, group: Tensor) -> Tensor:
+    """Plus the sum of all rows that have the same number [T] or [B, T]."""
+    out = self.to_itself(h)
+    if group.dim() == 1:
+        return out + torch.zeros(h.shape[0], ROWS, D, dtype=h.dtype).index_add(1, group, out)[:, group]
+    return out + (group[:, :, None] == group[:, None]).to(h.dtype) @ out
+
+
+def groups(b: int, *, of_samples: bool = False) -> Any:
+    """Numbers of which no two are equal, then of groups of three rows."""
+    every = torch.arange(ROWS).expand(b, -1) if of_samples else torch.arange(ROWS)
+    return [x(b, ROWS, D)], (every,), (every // 3,)
+
+
+def means_of_windows(self: Block, h: Tensor, rows: int) -> Tensor:
+    out = self.to_itself(h)
+    return out + torch.cat([y.mean(1, keepdim=True).expand_as(y) for y in out.split(rows, 1)], 1)
+
+
+def keeps_mean(self: Block, h: Tensor, kept: Any) -> Tensor:
+    """Leave the mean of the rows in an argument: a list, dict, object or tensor."""
+    out, mean = self.to_itself(h), h.detach().mean(1)
+    if isinstance(kept, Tensor):
+        kept.copy_(mean)
+    elif isinstance(kept, list):
+        kept.append(mean)
+    else:
+        (kept if isinstance(kept, dict) else vars(kept))["mean"] = mean
+    return out
+
+
+def in_its_argument(self: Block, h: Tensor) -> Tensor:
+    return self.to_itself(h.add_(1.0).clone())
+
+
+def mean_above(self: Block, h: Tensor, step: Tensor, read: Callable[[Tensor], float]) -> Tensor:
+    out = self.to_itself(h)
+    return out + out.mean(1, keepdim=True) if read(step.detach()) > 5 else out
+
+
+def counted_experts(self: Block, h: Tensor) -> Tensor:
+    """Experts that tokens choose, each called for as many as did."""
+    flat = (g := self.to_itself(h)).flatten(0, 1)
+    chosen = self.router(flat).argmax(-1)
+    at, counts = chosen.argsort(stable=True), chosen.bincount(minlength=4).numpy()
+    parts = [(n + 1) * self.mlp(flat[some]) for n, some in enumerate(at.split(counts.tolist()))]
+    return g + torch.zeros_like(flat).index_copy(0, at, torch.cat(parts)).view_as(g)
+
+
+def with_valid_text(self: Block, h: Tensor, text: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with those tokens of text that are valid, in each sample others."""
+    q, k, v = (torch.cat(each, 2) for each in zip(self.heads(h), self.heads(text)))
+    out = []
+    for n in range(len(h)):
+        at = torch.cat([torch.ones(h.shape[1], dtype=torch.bool), valid[n]]).nonzero().flatten()
+        some = F.scaled_dot_product_attention(*(y[n : n + 1].index_select(2, at) for y in (q, k, v)))
+        out.append(F.pad(some, (0, 0, 0, h.shape[1] + text.shape[1] - len(at))))
+    both = self.proj(torch.cat(out).transpose(1, 2).flatten(2))
+    return h + both[:, : h.shape[1]], text + both[:, h.shape[1] :]
+
+
 def joint(self: Block, h: Tensor, text: Tensor, *order: int) -> tuple[Tensor, Tensor]:
     q, k, v = (torch.cat(each, 2) for each in zip(self.heads(text), self.heads(h)))
     out = self.attended(q, k, v)
@@ -229,7 +314,31 @@ REPLACED: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "branches by whether rows are seen": (
         lambda s, h, seen: by_step(s, h, not seen.all()),
         lambda b: ([x(b, ROWS, D)], (torch.ones(b, ROWS, dtype=torch.bool),), (torch.arange(ROWS).expand(b, -1) > 2,))),
+    "branches by an array": (
+        partial(mean_above, read=lambda step: step.numpy().max()),
+        lambda b: ([x(b, ROWS, D)], (torch.zeros(1),), (torch.full((1,), 9.0),))),
+    "branches by a text": (
+        partial(mean_above, read=lambda step: float(f"{step:.1f}")),
+        lambda b: ([x(b, ROWS, D)], (torch.tensor(0.0),), (torch.tensor(9.0),))),
+    "branches by whether a graph is made": (lambda s, h: by_step(s, h, float(h.requires_grad)), alone),
+    "a gate that an argument opens": (
+        plus_mean, lambda b: ([x(b, ROWS, D)], (torch.tensor(0.0),), (torch.tensor(1.0),))),
+    "gradients minus their mean": (lambda s, h: s.to_itself(Centred.apply(h)), alone),
+    "gradients by their norm": (with_divided_gradients, alone),
+    "groups of rows": (sums_of_groups, groups),
+    "groups of rows of each sample": (sums_of_groups, partial(groups, of_samples=True)),
+    "windows of the trial's own half": (partial(means_of_windows, rows=11), alone),
+    "a mean in a list": (keeps_mean, lambda b: ([x(b, ROWS, D)], ([],))),
+    "a mean in a dict": (keeps_mean, lambda b: ([x(b, ROWS, D)], ({},))),
+    "a mean in an object": (keeps_mean, lambda b: ([x(b, ROWS, D)], (SimpleNamespace(),))),
+    "a mean in a tensor": (keeps_mean, lambda b: ([x(b, ROWS, D)], (torch.zeros(b, D, dtype=torch.float64),))),
+    "rows written into its argument": (in_its_argument, alone),
 }  # fmt: skip
+# what a block returns besides, and what the model makes of it
+RETURNED: dict[str, tuple[Rule, Callable[[Any], Any]]] = {
+    "the number of rows": (lambda s, h: (s.to_itself(h), h.shape[1]), lambda some: (some[0] / some[1],)),
+    "an object": (lambda s, h: SimpleNamespace(h=s.to_itself(h)), lambda some: (some[0].h,)),
+}
 
 BAD: dict[str, Callable[[int], Any]] = {
     name: partial(made, lambda s, h, change=change: (g := s.to_itself(h)) + s.gate * change(s, g), alone, None)
@@ -239,6 +348,10 @@ BAD["the mean of the rows by a gate of zero"] = partial(
     made, lambda s, h: (g := s.to_itself(h)) + s.gate * g.mean(1, keepdim=True), alone, 0.0
 )
 BAD |= {name: partial(made, rule, given, None) for name, (rule, given) in REPLACED.items()}
+BAD |= {name: partial(made, rule, alone, None, between=change) for name, (rule, change) in RETURNED.items()}
+BAD["the mean of the rows by a buffer of zeros"] = partial(
+    made, lambda s, h: (g := s.to_itself(h)) + s.mean * g.mean(1, keepdim=True), alone, None
+)
 
 GOOD: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "attention and a layer": (lambda s, h: (g := s.to_itself(h)) + s.mlp(F.layer_norm(g, (D,))).relu(), alone),
@@ -260,6 +373,10 @@ GOOD: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "a step that changes nothing": (lambda s, h, step: s.to_itself(h), lambda b: ([x(b, ROWS, D)], (1,), (2,))),
     "experts that tokens choose": (
         lambda s, h: (g := s.to_itself(h)) + s.mlp(g) * (s.router(g).argmax(-1, keepdim=True) + 1), alone),
+    "experts that count their tokens": (counted_experts, alone),
+    "attention with valid text": (
+        with_valid_text,
+        lambda b: ([x(b, ROWS, D), x(b, TEXT, D)], *[(torch.arange(TEXT) < 5 - torch.arange(b)[:, None],)] * 2)),
     "tokens before samples": (
         lambda s, h: h + s.attended(*s.heads(h.transpose(0, 1))).transpose(0, 1),
         lambda b: ([x(ROWS, b, D)], (), ())),

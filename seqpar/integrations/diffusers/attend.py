@@ -31,7 +31,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.plan import Plan
 from seqpar.private.torch import compiled_alike
 from seqpar.train.checks import StepChecks
-from seqpar.trial.blocks import Attended, AttentionCall, Finding, MaskForm
+from seqpar.trial.finding import Attended, AttentionCall, Finding, MaskForm
 from seqpar.trial.segments import RowPlace, RowSegments, ranges, total
 
 MakePlan = Callable[..., Plan]  # of a mask, a layout, and kv_layout= where keys are other tokens than queries

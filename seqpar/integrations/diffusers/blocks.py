@@ -16,7 +16,8 @@ from seqpar.integrations.rows import RankRows, cut, local, rows_of, whole, whole
 from seqpar.ops.core.agreement import errors_on_all_ranks, gathering
 from seqpar.ops.core.regions import known_regions
 from seqpar.private.torch import tree_flatten, tree_unflatten
-from seqpar.trial.blocks import Draws, Finding, find
+from seqpar.trial.blocks import Draws, find
+from seqpar.trial.finding import Finding
 from seqpar.trial.identity import said_of
 from seqpar.trial.readings import GivenRows
 from seqpar.trial.segments import held
@@ -63,7 +64,8 @@ def run_block(
     run.run_again(None, [x.place if isinstance(x, RankRows) else None for x in flat])
     if not shared:
         return _ran(run, name, None, forward, flat, spec)
-    known = run.sharing.findings(run.kinds[name], str(spec), *map(said_of, map(_given, flat)))
+    given = map(said_of, map(_given, flat))
+    known = run.sharing.findings(run.kinds[name], str(spec), torch.is_grad_enabled(), *given)
     for tried in (False, True):
         for finding in list(known.values()):
             with suppress(OtherValues):
@@ -112,7 +114,11 @@ def _found(
 
     def outputs(leaves: list[Any]) -> list[Any]:
         args, kwargs = tree_unflatten(leaves, spec)
-        return tree_flatten(forward(*args, **kwargs))[0]  # type: ignore[no-any-return]
+        out = tree_flatten(forward(*args, **kwargs))[0]
+        now, own = tree_flatten((args, kwargs))
+        if own != spec or any(x is not y for x, y in zip(now, leaves)):
+            raise NotImplementedError("it writes into a list or dict that it is given")
+        return out  # type: ignore[no-any-return]
 
     block = f"{name} ({type(module).__name__}) of {name_of(run.model)}"
     with gathering(f"diffusers: the trial of {block}", run.comm) as found:

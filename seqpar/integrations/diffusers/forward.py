@@ -24,7 +24,7 @@ from seqpar.ops.core.agreement import errors_on_all_ranks
 from seqpar.ops.core.regions import known_regions, run_again_inside, under_way
 from seqpar.private import torch as torch_private
 from seqpar.private.torch import tree_map_only
-from seqpar.trial.blocks import READS, Attended, AttentionCall, Finding, value_of
+from seqpar.trial.finding import READS, Attended, AttentionCall, Finding, value_of
 from seqpar.trial.randomness import draws
 from seqpar.trial.segments import RowPlace, held
 
