@@ -4,13 +4,14 @@ A block gets whole arguments, of a few rows each, and random weights. Each atten
 rows. Then the block runs on either half of the rows of its streams, as on one of two ranks, where attention returns the
 recorded rows::
 
-    run      stream        attention           must follow
-    whole    a b c d       q: text, a b c d
-    halves   a b | c d     q: text, a b | ...  q, k, v, mask and outputs: rows of the recorded ones, in their order
+    run      stream            attention             must follow
+    whole    a b c d e         q: text, a b c d e
+    halves   a b c | c d e     q: text, a b c | ...  q, k, v, mask, outputs: rows of the recorded ones, in their order
 
-Rows that one half has are *cut*, those that both have are *whole*. So the runs find the order of the streams in each
-attention. What mixes rows otherwise does not follow. Which dims of the arguments have rows is a guess by sizes, a
-*reading*; the first one that follows is the finding.
+Rows that one half has are *cut*, those that both have are *whole*, but for a row in the middle of each stream. So the
+runs find the order of the streams in each attention. What mixes rows otherwise does not follow. In training, gradients
+must follow too (`gradients`). Which dims of the arguments have rows is a guess by sizes, a *reading*; the first one
+that follows is the finding.
 """
 
 from __future__ import annotations

@@ -57,12 +57,17 @@ class BlockArguments:
         return given | deep or {x.shape[0] for x in tensors if x.dim() == 2}
 
     def divided(self, kinds: set[int]) -> Iterator[set[int]]:
-        """The kinds, one of them in two where an integer argument may say so; and as they are."""
+        """The kinds, one of them in two where an integer argument may say so; as they are; and without one of them.
+
+        That may be no number of rows, but of shifts and scales, or of channels of a head.
+        """
         counts = [x for x in self.given if type(x) is int]
         for count, whole in itertools.product(counts, sorted(kinds)):
             if LEAST <= count < whole - self.least and self._fewer(kinds):
                 yield kinds - {whole} | {count, whole - count}
         yield kinds
+        if self._fewer(kinds):
+            yield from (kinds - {count} for count in sorted(kinds)[:-1] if count <= FEW)
 
     def of(self, kinds: set[int], streams: set[int]) -> set[int]:
         """Those of the kinds that make up streams."""

@@ -213,7 +213,7 @@ def keeps_mean(self: Block, h: Tensor, kept: Any) -> Tensor:
     """Leave the mean of the rows in an argument: a list, dict, object or tensor."""
     out, mean = self.to_itself(h), h.detach().mean(1)
     if isinstance(kept, Tensor):
-        kept.copy_(mean)
+        kept.copy_(1000 * mean)
     elif isinstance(kept, list):
         kept.append(mean)
     else:
@@ -241,14 +241,14 @@ def counted_experts(self: Block, h: Tensor) -> Tensor:
 
 def with_valid_text(self: Block, h: Tensor, text: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Attention with those tokens of text that are valid, in each sample others."""
-    q, k, v = (torch.cat(each, 2) for each in zip(self.heads(h), self.heads(text)))
-    out = []
-    for n in range(len(h)):
-        at = torch.cat([torch.ones(h.shape[1], dtype=torch.bool), valid[n]]).nonzero().flatten()
-        some = F.scaled_dot_product_attention(*(y[n : n + 1].index_select(2, at) for y in (q, k, v)))
-        out.append(F.pad(some, (0, 0, 0, h.shape[1] + text.shape[1] - len(at))))
-    both = self.proj(torch.cat(out).transpose(1, 2).flatten(2))
-    return h + both[:, : h.shape[1]], text + both[:, h.shape[1] :]
+    of_image, of_text, out = self.heads(h), self.heads(text), list[Tensor]()
+    for n, flags in enumerate(valid):
+        at = flags.nonzero().flatten()
+        both = [torch.cat([x[n], y[n].index_select(1, at)], 1) for x, y in zip(of_image, of_text)]
+        some = F.scaled_dot_product_attention(*(y[None] for y in both))
+        out.append(F.pad(some, (0, 0, 0, text.shape[1] - len(at))))
+    joined = self.proj(torch.cat(out).transpose(1, 2).flatten(2))
+    return h + joined[:, : h.shape[1]], text + joined[:, h.shape[1] :]
 
 
 def joint(self: Block, h: Tensor, text: Tensor, *order: int) -> tuple[Tensor, Tensor]:
@@ -331,7 +331,7 @@ REPLACED: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "a mean in a list": (keeps_mean, lambda b: ([x(b, ROWS, D)], ([],))),
     "a mean in a dict": (keeps_mean, lambda b: ([x(b, ROWS, D)], ({},))),
     "a mean in an object": (keeps_mean, lambda b: ([x(b, ROWS, D)], (SimpleNamespace(),))),
-    "a mean in a tensor": (keeps_mean, lambda b: ([x(b, ROWS, D)], (torch.zeros(b, D, dtype=torch.float64),))),
+    "a mean in a tensor": (keeps_mean, lambda b: ([x(b, ROWS, D)], (torch.zeros(b, D, dtype=torch.int),))),
     "rows written into its argument": (in_its_argument, alone),
 }  # fmt: skip
 # what a block returns besides, and what the model makes of it
