@@ -108,8 +108,8 @@ ORDER = {
     "testing": "oracle comparison __init__",
     "foreign": "__init__ wrap hooks",
     "trial": """
-        randomness weights protect nested segments rows readings identity record compare blocks runs modules alone
-        __init__
+        randomness weights protect nested segments finding rows readings identity record compare gradients blocks runs
+        modules alone __init__
     """,
     "integrations": """
         adapters hf hf/config hf/latents

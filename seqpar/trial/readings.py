@@ -250,7 +250,7 @@ def _sampled(x: Any, dims: list[int], sizes: dict[int, int], counts: set[int], s
         return noise > 0
     if of_rows and not x.is_complex() and len(x.unique()) == x.shape[-1]:  # they may say which rows are alike
         generator = torch.Generator().manual_seed(seed)
-        return x.flatten()[torch.randint(x.numel(), x.shape, generator=generator).to(x.device)]
+        return x.flatten()[torch.randint(x.numel(), x.shape, generator=generator, device="cpu").to(x.device)]
     if not numbers:
         first, odd = x.flatten()[0], (noise > 0).to(x.dtype)
         return x if (x != first).any() else x - odd if first > 0 else x + odd
