@@ -1,14 +1,17 @@
 """Steps of Wan and Flux by seqpar beside diffusers' own context parallelism: time, bytes and errors, in one run.
 
     python -m bench.peers.diffusion                              # all cases on 2 processes
-    python -m bench.peers.diffusion --cases Wan --rounds 3 --json bench/results/peers_diffusion.json
+    python -m bench.peers.diffusion --rounds 5 --json bench/results/peers_diffusion.json
 
-A step is a forward, then a backward up to the gradients of the weights, which neither side sums over ranks. Methods
-take turns, in reversed order every second round; a time is that of the slowest rank, and so is its processor time. Each
-first runs untimed, and its output, and the sum of all ranks' gradients, are compared with those of one process in
-fp32. A method that does not run shows its error: on CPUs diffusers' ring, since it needs the logsumexp, which diffusers
-has from kernels of GPUs alone. MB are what rank 0 sends in a step. Ratios are as in `bench.peers.attention`: to the
-fastest of seqpar's rows over gloo, which is what diffusers' methods exchange by.
+A step is a forward, then a backward up to the gradients of the weights, which neither side sums over ranks. Models have
+few blocks, as the table says: all blocks of a model do the same, and only what is outside of them counts for more than
+it would. The small cases, in which the host's time shows, take several steps a turn.
+
+Methods take turns, in reversed order every second round; a time is that of the slowest rank, and so is its processor
+time. Each first runs untimed, and its output, and the sum of all ranks' gradients, are compared with those of one
+process in fp32. A method that does not run shows its error: on CPUs diffusers' ring, since it needs the logsumexp,
+which diffusers has from kernels of GPUs alone. MB are what rank 0 sends in a step. Ratios, of medians over rounds with
+an interval, are to seqpar's Ulysses over gloo, since diffusers' methods exchange by gloo.
 """
 
 from __future__ import annotations
@@ -44,39 +47,56 @@ RANKS = 2
 
 
 class Case(NamedTuple):
-    """A model and its inputs. tokens: of its streams."""
+    """A model and its inputs. size: of both, in words. steps: of a turn."""
 
     make: Callable[[], tuple[nn.Module, dict[str, Any]]]
-    tokens: str
+    size: str
     dtype: torch.dtype = torch.float32
+    steps: int = 1
 
 
-def wan() -> tuple[nn.Module, dict[str, Any]]:
-    """A block of Wan 1.3B with half of its 12 heads and features, on 2 latent frames of 480p and 512 rows of text."""
-    model = WanTransformer3DModel(num_attention_heads=6, num_layers=1, ffn_dim=4480)
-    video, text = torch.randn(1, 16, 2, 60, 104), torch.randn(1, 512, 4096)
-    return model, {"hidden_states": video, "timestep": torch.tensor([500.0]), "encoder_hidden_states": text}
-
-
-def flux() -> tuple[nn.Module, dict[str, Any]]:
-    """A block of either kind of Flux.1 with 6 of its 24 heads, on 1,024 x 512 pixels and 512 rows of text."""
-    model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, num_attention_heads=6)
-    places = torch.zeros(32, 64, 3)
-    places[..., 1], places[..., 2] = torch.arange(32.0)[:, None], torch.arange(64.0)
+def wan(heads: int, dim: int, layers: int, video: tuple[int, int, int], text: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Blocks of Wan on latent frames (frames, height, width), which have 4 places of a token, and rows of text."""
+    width = heads * dim
+    model = WanTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=dim, num_layers=layers, ffn_dim=width * 35 // 6
+    )
     return model, {
-        "hidden_states": torch.randn(1, 2048, 64), "encoder_hidden_states": torch.randn(1, 512, 4096),
-        "pooled_projections": torch.randn(1, 768), "timestep": torch.tensor([0.5]), "img_ids": places.flatten(0, 1),
-        "txt_ids": torch.zeros(512, 3),
+        "hidden_states": torch.randn(1, 16, *video), "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, text, 4096),
     }  # fmt: skip
 
 
+def flux(heads: int, layers: int, high: int, wide: int, text: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Blocks of either kind of Flux.1, with heads of 128, on (high, wide) tokens of an image and rows of text."""
+    model = FluxTransformer2DModel(num_layers=layers, num_single_layers=layers, num_attention_heads=heads)
+    places = torch.zeros(high, wide, 3)
+    places[..., 1], places[..., 2] = torch.arange(float(high))[:, None], torch.arange(float(wide))
+    return model, {
+        "hidden_states": torch.randn(1, high * wide, 64), "encoder_hidden_states": torch.randn(1, text, 4096),
+        "pooled_projections": torch.randn(1, 768), "timestep": torch.tensor([0.5]), "img_ids": places.flatten(0, 1),
+        "txt_ids": torch.zeros(text, 3),
+    }  # fmt: skip
+
+
+WAN = partial(wan, 12, 128, 1, (1, 60, 52), 512), "1 of 30 blocks, 12 heads of 128, 780 rows of video (480 x 416)"
+FLUX = (
+    partial(flux, 6, 1, 32, 64, 512),
+    "1 of 19 and 1 of 38 blocks, 6 of 24 heads of 128, 2,048 rows of image, 512 of text",
+)
 CASES = {
-    "Wan": Case(wan, "3,120 of video"),
-    "Wan bf16": Case(wan, "3,120 of video", torch.bfloat16),
-    "Flux": Case(flux, "2,048 of image, 512 of text"),
-    "Flux bf16": Case(flux, "2,048 of image, 512 of text", torch.bfloat16),
-}
-PLANS: dict[str, dict[str, Any]] = {"fetch": {}, "ring": {"transport": "ring"}, "Ulysses": {"ulysses": RANKS}}
+    "Wan": Case(*WAN),
+    "Wan bf16": Case(*WAN, torch.bfloat16),
+    "Flux": Case(*FLUX),
+    "Flux bf16": Case(*FLUX, torch.bfloat16),
+    "small Wan": Case(partial(wan, 4, 32, 4, (2, 16, 16), 32), "4 blocks, 4 heads of 32, 128 rows of video", steps=10),
+    "small Flux": Case(
+        partial(flux, 2, 2, 16, 16, 64), "2 blocks of either kind, 2 heads of 128, 256 rows of image, 64 of text",
+        steps=10,
+    ),
+}  # fmt: skip
+PLANS: dict[str, dict[str, Any]] = {"fetch": {}, "Ulysses": {"ulysses": RANKS}}
+REFERENCE = "seqpar Ulysses, gloo"
 PEERS = {"diffusers Ulysses": "ulysses_degree", "diffusers ring": "ring_degree"}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # relative RMS
 
@@ -127,18 +147,20 @@ class Method:
         else:
             self.runs, self.threads = comm.rank == 0, RANKS
 
-    def turn(self, inputs: dict[str, Any], grad: Tensor) -> tuple[Tensor | None, Turn]:
-        """A step, which leaves gradients in the weights. The output, on ranks that have one."""
+    def turn(self, inputs: dict[str, Any], grad: Tensor, steps: int = 1) -> tuple[Tensor | None, Turn]:
+        """Steps, the last of which leaves gradients in the weights. The output, on ranks that have one."""
         self.model.zero_grad()
         torch.set_num_threads(self.threads)
         dist.barrier()
-        start, used, out = time.perf_counter(), time.process_time(), None
-        middle = start
-        if self.runs:
+        start, used, out, forward = time.perf_counter(), time.process_time(), None, 0.0
+        for _ in range(steps if self.runs else 0):
+            self.model.zero_grad()
+            before = time.perf_counter()
             out = self.model(**inputs, return_dict=False)[0]
-            middle = time.perf_counter()
+            forward += time.perf_counter() - before
             out.backward(grad)
-        turn = Turn(*slowest(middle - start, time.perf_counter() - start, time.process_time() - used))
+        both, used = time.perf_counter() - start, time.process_time() - used
+        turn = Turn(*slowest(forward / steps, both / steps, used / steps))
         torch.set_num_threads(1)
         return None if out is None else out.detach(), turn
 
@@ -174,13 +196,15 @@ def measure(comm: seqpar.Comm, name: str, rounds: int) -> dict[str, Outcome]:
     expected.backward(grad)
     expected, grads = expected.detach(), grads_of(exact, every=False)
     del exact
-    comms = {"gloo": comm} | ({} if native.missing() else {"shm": seqpar.ShmComm()})
+    comm = seqpar.GroupComm()  # as users create it; the one given compares every call
+    comms: dict[str, seqpar.Comm] = {"gloo": comm} | ({} if native.missing() else {"shm": seqpar.ShmComm()})
     builders: dict[str, Callable[[], Method]] = {"one process": partial(Method, model, comm)}
     builders |= {title: partial(Method, model, comm, peer) for title, peer in PEERS.items()}
     builders |= {
         f"seqpar {title}, {kind}": partial(Method, model, carrier, plan=plan)
         for kind, carrier in comms.items()
         for title, plan in PLANS.items()
+        if kind == "gloo" or title == "Ulysses"
     }
     running, outcomes = dict[str, Method](), dict[str, Outcome]()
     for title, build in builders.items():
@@ -198,21 +222,20 @@ def measure(comm: seqpar.Comm, name: str, rounds: int) -> dict[str, Outcome]:
         running[title], outcomes[title] = method, Outcome([], sent[0], error)
     for n in range(rounds):
         for title in list(running)[:: -1 if n % 2 else 1]:
-            outcomes[title].turns.append(running[title].turn(inputs, grad.to(case.dtype))[1])
+            outcomes[title].turns.append(running[title].turn(inputs, grad.to(case.dtype), case.steps)[1])
     return outcomes
 
 
 def rows_of(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
     """The rows of a case, the fastest first; ratios as (median, low, high)."""
     ran = {title: o for title, o in outcomes.items() if o.turns}
-    ours = [o for title, o in ran.items() if title.startswith("seqpar") and title.endswith("gloo")]
 
     def medians(outcome: Outcome) -> Turn:
         return Turn(*map(statistics.median, zip(*outcome.turns)))
 
     def ratio(outcome: Outcome, side: int) -> tuple[float, float, float]:
-        best = min(ours, key=lambda o: medians(o)[side])
-        values = [turn[side] / other[side] for turn, other in zip(outcome.turns, best.turns, strict=True)]
+        pairs = zip(outcome.turns, ran[REFERENCE].turns, strict=True)
+        values = [turn[side] / other[side] for turn, other in pairs]
         return statistics.median(values), *interval(values)
 
     return [
@@ -228,14 +251,15 @@ def rows_of(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
 def table(title: str, rows: list[dict[str, Any]]) -> Table:
     """The methods that ran."""
     drawn = Table(title=title, title_justify="left", box=None)
-    for column in ("method", "forward ms", "x", "both ms", "x", "interval", "CPU x", "interval", "MB", "error"):
+    for column in ("method", "forward ms", "x", "both ms", "x", "interval", "CPU ms", "x", "interval", "MB", "error"):
         drawn.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for row in rows:
         if "refusal" not in row:
             (both, *some), (used, *others) = row["both"], row["used"]
             drawn.add_row(
                 row["method"], f"{row['forward_ms']:.0f}", f"{row['forward'][0]:.2f}", f"{row['both_ms']:.0f}",
-                f"{both:.2f}", "{:.2f} to {:.2f}".format(*some), f"{used:.2f}", "{:.2f} to {:.2f}".format(*others),
+                f"{both:.2f}", "{:.2f} to {:.2f}".format(*some), f"{row['used_ms']:.0f}", f"{used:.2f}",
+                "{:.2f} to {:.2f}".format(*others),
                 f"{row['mb']:.2f}", f"{row['error']:.0e}",
             )  # fmt: skip
     return drawn
@@ -244,13 +268,13 @@ def table(title: str, rows: list[dict[str, Any]]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     console, result, wrong = Console(width=140), [], False
     for name in args.cases:
         rows = rows_of(run_processes(RANKS, measure, name, args.rounds, timeout=1800.0)[0])
-        console.print(table(f"{RANKS} ranks, {name}, {CASES[name].tokens}", rows))
+        console.print(table(f"{RANKS} ranks, {name}, {CASES[name].size}", rows))
         for row in rows:
             if "refusal" in row:
                 console.print(f"{row['method']} is not timed: {row['refusal']}", markup=False, style="dim")
