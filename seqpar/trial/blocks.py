@@ -84,9 +84,13 @@ class _Intercepting(TorchFunctionMode):
     def __init__(self, attend: Callable[[int, AttentionCall], Tensor]) -> None:
         super().__init__()
         self.attend, self.calls, self.reads, self.as_arrays = attend, 0, list[Any](), False
+        self.kept = saved_tensors_hooks(Tensor.detach, lambda x: x)  # as a checkpoint in the block would attend again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with self.kept:
+            return self._called(func, args, kwargs or {})
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if draws(func, args, kwargs):
             raise Draws(f"it draws random numbers, by {func.__name__}")
         if func is F.scaled_dot_product_attention:
@@ -215,20 +219,25 @@ class _BlockTrial:
                 for n in range(len(self.calls))
             ]  # fmt: skip
             outputs = [self._place([half.outputs[n] for half in halves], n) for n in range(len(self.outputs))]
-            if torch.is_grad_enabled() and not gradients_follow(
-                self.graph(), [Graph.of(half.results, half.leaves) for half in halves]
-            ):
-                raise Mismatch("its gradients depend on other rows")
+            if torch.is_grad_enabled():
+                self._check_gradients([Graph.of(half.results, half.leaves) for half in halves])
         except Mismatch as error:
             self.reasons += [str(error)] if str(error) not in self.reasons else []
             return None
         places = tuple([None if place is None or not is_cut(place.segments) else place for place in reading.places])
         return Finding(places, reading.counts, tuple(attends), tuple(outputs), tuple(self.reads))
 
-    def graph(self) -> Graph:
-        """That of the run with all rows."""
+    def _check_gradients(self, parts: list[Graph]) -> None:
+        """Raise Mismatch if the gradients of the halves are not those of all rows."""
         given = [*self.outputs, *(x for call, _ in self.calls for x in call[:3])]
-        return Graph.of([(x, None) for x in given], [(x, None) for x in (*self.given, *(out for _, out in self.calls))])
+        own = [*self.given, *(out for _, out in self.calls)]
+        try:
+            follow = gradients_follow(Graph.of([(x, None) for x in given], [(x, None) for x in own]), parts)
+        except Exception as error:
+            told = str(error).partition("\n")[0]
+            raise Mismatch(f"with some of its rows backward fails: {type(error).__name__}: {told:.200}") from error
+        if not follow:
+            raise Mismatch("its gradients depend on other rows")
 
     def _place(self, found: list[tuple[int, list[int], int] | None], number: int) -> RowPlace | None:
         """Where an output has rows; found: by half the dim, the rows, and how many the whole has."""

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 def outcome(model: nn.Module, inputs: dict[str, Any], backward: bool = True) -> Outcome:
     """Of one process or a rank. backward: gradients too."""
-    inputs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
+    inputs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, copy.deepcopy(inputs))
     # diffusers writes into angles, and sums masks as integers
     used = tree_leaves({name: x for name, x in inputs.items() if "rotary" not in name and "mask" not in name})
     given = [x for x in used if isinstance(x, Tensor) and x.is_floating_point() and backward]

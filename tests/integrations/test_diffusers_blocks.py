@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import LocalComm
@@ -324,6 +325,8 @@ REPLACED: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "a gate that an argument opens": (
         plus_mean, lambda b: ([x(b, ROWS, D)], (torch.tensor(0.0),), (torch.tensor(1.0),))),
     "gradients minus their mean": (lambda s, h: s.to_itself(Centred.apply(h)), alone),
+    "such gradients in a checkpoint": (
+        lambda s, h: checkpoint(lambda h: s.to_itself(Centred.apply(h)), h, use_reentrant=False), alone),
     "gradients by their norm": (with_divided_gradients, alone),
     "groups of rows": (sums_of_groups, groups),
     "groups of rows of each sample": (sums_of_groups, partial(groups, of_samples=True)),
@@ -381,6 +384,8 @@ GOOD: dict[str, tuple[Rule, Callable[[int], Any]]] = {
         lambda s, h: h + s.attended(*s.heads(h.transpose(0, 1))).transpose(0, 1),
         lambda b: ([x(ROWS, b, D)], (), ())),
     "packed tokens": (lambda s, h: s.to_itself(h), lambda b: ([x(ROWS, D)], (), ())),
+    "a checkpoint of attention and a layer": (
+        lambda s, h: checkpoint(lambda h: s.mlp(s.to_itself(h).relu()), h, use_reentrant=False), alone),
 }  # fmt: skip
 
 
