@@ -178,11 +178,16 @@ def _fitting(
     if isinstance(model, ModelShape):
         return model, _memory(model, machine, training, ranks)
     for recompute in RECOMPUTE:
-        shape = replace(ModelShape.preset(model), recompute=recompute)
+        shape = _preset(model, recompute) if isinstance(model, str) else ModelShape.preset(model)
         memory = _memory(shape, machine, training, ranks)
         if rows <= memory.rows:
             break
     return shape, memory
+
+
+@lru_cache(maxsize=64)  # its sizes are checked once, and not for each batch
+def _preset(model: str, recompute: str) -> ModelShape:
+    return replace(ModelShape.preset(model), recompute=recompute)
 
 
 @lru_cache(maxsize=64)
