@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import cycle
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -28,12 +26,21 @@ class Slots(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], Tensor], view: Callable[..., T]) -> None:
-        memory = cache(lambda turn: make())
-        self._view, self._turns = cache(lambda turn, *shape: view(memory(turn), *shape)), cycle((0, 1))
+        self.make, self.view = make, view
+        self.memory: list[Tensor | None] = [None, None]
+        self.views: dict[tuple[int, ...], T] = {}
+        self.turn = 0
 
     def next(self, *shape: int) -> T:
         """The next piece, viewed in this shape."""
-        return self._view(next(self._turns), *shape)  # type: ignore[no-any-return]
+        self.turn = 1 - self.turn
+        view = self.views.get((self.turn, *shape))
+        if view is None:
+            memory = self.memory[self.turn]
+            if memory is None:
+                memory = self.memory[self.turn] = self.make()
+            view = self.views[(self.turn, *shape)] = self.view(memory, *shape)
+        return view
 
 
 class Buffer(NamedTuple):
@@ -66,13 +73,18 @@ class KeySlots:
     """
 
     def __init__(self, make: Callable[[], Tensor], dims: tuple[int, int]) -> None:
-        self.make, self.free = make, list[Tensor]()
-        # steps of a ring have equal buffers
-        self.buffer = cache(lambda slot, count, heads: Buffer.of(slot, count, heads, *dims))
+        self.make, self.dims = make, dims
+        self.free: list[Tensor] = []
+        self.lent: dict[tuple[int, int, int], Buffer] = {}  # steps of a ring have equal buffers
 
     def lend(self, count: int, heads: int) -> Buffer:
         """A buffer of so many rows for so many heads, in a slot that is free or new."""
-        return self.buffer(self.free.pop() if self.free else self.make(), count, heads)
+        slot = self.free.pop() if self.free else self.make()
+        key = id(slot), count, heads
+        buffer = self.lent.get(key)
+        if buffer is None:
+            buffer = self.lent[key] = Buffer.of(slot, count, heads, *self.dims)
+        return buffer
 
     def take_back(self, buffer: Buffer) -> None:
         """Use the memory of a buffer again."""
