@@ -33,10 +33,8 @@ class Graph(NamedTuple):
 
     def gradients(self, given: list[Tensor]) -> list[Tensor]:
         """Gradients of the leaves for given ones of the results."""
-        leaves, pairs = (
-            [x for x, _ in self.leaves],
-            [(x, g) for (x, _), g in zip(self.results, given) if x.requires_grad],
-        )
+        leaves = [x for x, _ in self.leaves]
+        pairs = [(x, g) for (x, _), g in zip(self.results, given) if x.requires_grad]
         outputs, given = [x for x, _ in pairs], [g for _, g in pairs]
         if not outputs or not leaves:
             return [torch.zeros_like(x) for x in leaves]
